@@ -1,0 +1,40 @@
+"""Defaults, limits and locations that more than one part of Checkmate uses: each is defined here alone."""
+
+from pathlib import Path
+
+from checkmate import _lib
+
+DSCP_TAG = 0x20
+"""Bit of the 6-bit DSCP field that marks the tagged flow (nccl_plugin/include/checkmate/wire.h)."""
+
+MTU_CHOICES = (1500, 9000)
+MIN_RANKS = 2
+
+CONTROL_PORT = 7701
+"""TCP port of a shadow's control server on the management network: records, seeds, restores."""
+
+REGISTRATION_PORT = 7702
+"""TCP port of the registration server on the management network."""
+
+P4RUNTIME_PORT = 9559
+"""TCP port of the switch's P4Runtime server (IANA: p4runtime)."""
+
+SHADOW_RID = 1
+"""Replica id of copies for a shadow's port; replicas for the next rank have rid 0."""
+
+ENV_PREFIX = "CHECKMATE_"
+
+
+class CheckmateError(Exception):
+    """An error that the user can fix: the text names the field, its value, what is allowed and what to do."""
+
+
+def library(name: str) -> Path:
+    """Path of a compiled part, for example ``libcheckmate_net.so`` or ``switch.bpf.o``.
+
+    Raises CheckmateError when it was not built.
+    """
+    path = Path(_lib.__path__[0]) / name
+    if not path.is_file():
+        raise CheckmateError(f"{name} is not built: expected {path}; run `make` in the source tree and reinstall")
+    return path
