@@ -1,0 +1,253 @@
+"""Messages between a trainer rank and a shadow on the management network: the one definition.
+
+Transport: one TCP connection to the shadow's control server for each purpose. Every message is a 4-byte big-endian
+length and a msgpack map with the keys ``type`` and the message's fields; a message is at most MAX_MESSAGE bytes.
+State (seed, restore) follows its manifest as raw tensor bytes in manifest order, each tensor's bytes followed by a
+4-byte little-endian CRC32C.
+
+A connection starts with the HMAC handshake (``Challenge`` from the shadow, ``Hello`` from the trainer), then carries
+
+* ``Hello.purpose == "records"``: Layout, StepRecord, Boundary from the rank; Ack and SeedRequest from the shadow.
+* ``"begin"``: Begin from rank 0 and Begun from the shadow: opens a new incarnation.
+* ``"seed"``: Seed and its tensors from rank 0; Ack from the shadow.
+* ``"restore"``: Restore from the rank; State and its tensors from the shadow.
+
+The order of one iteration t, on every rank: StepRecord(t) when the optimizer step starts, then Boundary(t) at the first
+forward after it (or at close). A shadow commits t when all gradients of t, one StepRecord(t) and the Boundary(t) of all
+ranks are there: so whatever is restored, model, optimizer, schedule, random numbers and data position are of the
+same moment.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import msgpack
+
+from checkmate.config import CheckmateError
+
+MAX_MESSAGE = 64 << 20
+VERSION = 1
+
+
+class ProtocolError(CheckmateError):
+    """The peer sent something that this version does not understand, or closed in mid-message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages; ``TYPE`` is the wire name."""
+
+    TYPE: ClassVar[str] = ""
+
+    def encode(self) -> bytes:
+        """Length prefix and msgpack body."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        body: bytes = msgpack.packb({"type": self.TYPE, **fields}, default=_plain)
+        if len(body) > MAX_MESSAGE:
+            raise ProtocolError(f"{self.TYPE} message of {len(body)} bytes exceeds {MAX_MESSAGE}")
+        return struct.pack(">I", len(body)) + body
+
+    @classmethod
+    def from_map(cls, fields: dict[str, Any]) -> Self:
+        """Build from a decoded map; raises ProtocolError when a field is missing or unknown."""
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ProtocolError(f"malformed {cls.TYPE} message: {error}") from None
+
+
+@dataclass(frozen=True)
+class Challenge(Message):
+    """First message on every connection, from the shadow."""
+
+    TYPE: ClassVar[str] = "challenge"
+    nonce: bytes
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """Answer to Challenge; ``proof`` is HMAC-SHA256(token, nonce ‖ purpose)."""
+
+    TYPE: ClassVar[str] = "hello"
+    job: str
+    proof: bytes
+    purpose: str
+    rank: int
+    world: int
+    incarnation: int
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """From the shadow, before it closes: why."""
+
+    TYPE: ClassVar[str] = "refused"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Begin(Message):
+    """Rank 0 opens a new incarnation of at least ``proposed``; everything older becomes stale."""
+
+    TYPE: ClassVar[str] = "begin"
+    proposed: int = 0
+
+
+@dataclass(frozen=True)
+class Begun(Message):
+    """The incarnation that is open now and the step that its ranks will be restored to (None: no state held)."""
+
+    TYPE: ClassVar[str] = "begun"
+    incarnation: int
+    committed: int | None
+
+
+@dataclass(frozen=True)
+class Layout(Message):
+    """What the bytes of each bucket are; sent before the first StepRecord that names ``digest``.
+
+    ``buckets``: list of {"bucket": int, "bytes": int, "dtype": str, "params": [[name, first element, elements], …]}.
+    """
+
+    TYPE: ClassVar[str] = "layout"
+    digest: str
+    buckets: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StepRecord(Message):
+    """The scalars of optimizer step ``step`` (from 1), the same on every rank.
+
+    ``groups``: one map per parameter group with all its hyperparameters except ``params``.
+    ``skipped``: the trainer does not apply this step. ``unfollowed``: reason why the shadow can't follow this step
+    (for example gradients changed after the all-reduce); the shadow then asks for a seed.
+    """
+
+    TYPE: ClassVar[str] = "step"
+    step: int
+    layout: str
+    groups: list[dict[str, Any]]
+    skipped: bool = False
+    unfollowed: str | None = None
+
+
+@dataclass(frozen=True)
+class Boundary(Message):
+    """State of one rank after step ``step`` that gradients do not carry; opaque to the shadow.
+
+    ``state``: msgpack-able map (random number states, schedulers, data positions).
+    """
+
+    TYPE: ClassVar[str] = "boundary"
+    step: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SeedRequest(Message):
+    """The shadow asks rank 0 for a Seed at the next step boundary, and says why."""
+
+    TYPE: ClassVar[str] = "seed_request"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ack(Message):
+    """Newest committed step of the shadow (None: none); sent when it changes."""
+
+    TYPE: ClassVar[str] = "ack"
+    committed: int | None
+
+
+@dataclass(frozen=True)
+class Seed(Message):
+    """Full state after step ``step``: ``manifest`` describes the tensors that follow (see ``Tensor``).
+
+    ``optimizer``: {"class": "AdamW", "fused": bool, "foreach": bool | None, "groups": [hyperparameters + "params": [names]],
+    "state": {name: {key: scalar}}} where tensors of the optimizer state travel in the manifest as "state.KEY" of the name.
+    """
+
+    TYPE: ClassVar[str] = "seed"
+    step: int
+    optimizer: dict[str, Any]
+    manifest: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Restore(Message):
+    """A rank asks for the state of the committed step of its incarnation."""
+
+    TYPE: ClassVar[str] = "restore"
+
+
+@dataclass(frozen=True)
+class State(Message):
+    """Answer to Restore: as Seed, and the Boundary state of the asking rank. ``step`` None: nothing to restore."""
+
+    TYPE: ClassVar[str] = "state"
+    step: int | None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    manifest: list[list[Any]] = field(default_factory=list)
+    boundary: dict[str, Any] = field(default_factory=dict)
+
+
+_TYPES: dict[str, type[Message]] = {
+    cls.TYPE: cls
+    for cls in (
+        Challenge, Hello, Refused, Begin, Begun, Layout, StepRecord, Boundary, SeedRequest, Ack, Seed, Restore, State,
+    )
+}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | set | frozenset):
+        return list(value)
+    raise ProtocolError(f"a {type(value).__name__} cannot be sent: only plain Python values and bytes are")
+
+
+def prove(token: bytes, nonce: bytes, purpose: str) -> bytes:
+    """HMAC-SHA256 proof that the sender holds the job token."""
+    return hmac.new(token, nonce + purpose.encode(), hashlib.sha256).digest()
+
+
+def decode(body: bytes) -> Message:
+    """Decode one msgpack body; raises ProtocolError on anything malformed."""
+    try:
+        fields = msgpack.unpackb(body, strict_map_key=False)
+        cls = _TYPES[fields.pop("type")]
+    except Exception as error:
+        raise ProtocolError(f"undecodable message: {error!r}") from None
+    return cls.from_map(fields)
+
+
+def receive(sock: socket.socket) -> Message | None:
+    """Next message of a blocking socket, None at a clean end; the socket's time-out bounds each read."""
+    head = _receive_exactly(sock, 4)
+    if head is None:
+        return None
+    (length,) = struct.unpack(">I", head)
+    if length > MAX_MESSAGE:
+        raise ProtocolError(f"message of {length} bytes announced, at most {MAX_MESSAGE} allowed")
+    body = _receive_exactly(sock, length)
+    if body is None:
+        raise ProtocolError("connection closed in mid-message")
+    return decode(body)
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            if data:
+                raise ProtocolError("connection closed in mid-message")
+            return None
+        data += part
+    return bytes(data)
