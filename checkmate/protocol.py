@@ -168,10 +168,13 @@ class Ack(Message):
 
 @dataclass(frozen=True)
 class Seed(Message):
-    """Full state after step ``step``: ``manifest`` describes the tensors that follow (see ``Tensor``).
+    """Full state after step ``step``; the tensors follow as ``manifest`` lists them (``checkmate.tensors``).
 
-    ``optimizer``: {"class": "AdamW", "fused": bool, "foreach": bool | None, "groups": [hyperparameters + "params": [names]],
-    "state": {name: {key: scalar}}} where tensors of the optimizer state travel in the manifest as "state.KEY" of the name.
+    ``manifest``: one [name, kind, dtype, shape] for each tensor, kind "param", "buffer" or "state.KEY" for the optimizer
+    state KEY of parameter ``name`` ("state.exp_avg", "state.step", …).
+    ``optimizer``: {"class": "AdamW", "groups": [hyperparameters with "params": [names in order]], "scalars": {name:
+    {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds optimizer
+    state that is no tensor.
     """
 
     TYPE: ClassVar[str] = "seed"
