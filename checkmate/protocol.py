@@ -170,11 +170,11 @@ class Ack(Message):
 class Seed(Message):
     """Full state after step ``step``; the tensors follow as ``manifest`` lists them (``checkmate.tensors``).
 
-    ``manifest``: one [name, kind, dtype, shape] for each tensor, kind "param", "buffer" or "state.KEY" for the optimizer
-    state KEY of parameter ``name`` ("state.exp_avg", "state.step", …).
+    ``manifest``: one [name, kind, dtype, shape] for each tensor, kind "param", "buffer" or "state.KEY" for the
+    optimizer state KEY of parameter ``name`` ("state.exp_avg", "state.step", …).
     ``optimizer``: {"class": "AdamW", "groups": [hyperparameters with "params": [names in order]], "scalars": {name:
-    {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds optimizer
-    state that is no tensor.
+    {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds
+    optimizer state that is no tensor.
     """
 
     TYPE: ClassVar[str] = "seed"
