@@ -1,0 +1,325 @@
+"""A rack in network namespaces on one machine: the embedded default of the demo, the tests and the benchmarks.
+
+Every rank, the shadow, the switch and the management network get a namespace of their own::
+
+    PREFIX-r0 … PREFIX-rN   eth0 ──► switch port 1 … N           mgmt0 ──► management bridge
+    PREFIX-shadow0          rx0, rx1 ──► switch ports N+1, N+2   mgmt0 ──► management bridge
+    PREFIX-switch           p1 … pN+2                            mgmt0 ──► management bridge
+    PREFIX-mgmt             br0, the bridge; the launcher and the controller run here
+
+All of it is removed when the lab closes. A lab whose owner was killed (its lock is free) is removed by the next
+``clean_stale``.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from checkmate import config
+from checkmate.config import CheckmateError
+from checkmate.topology import Endpoint, Group, Host, Nic, Shadow, Switch, Topology
+
+ROOT = Path("/run/checkmate")
+_PREFIX = re.compile(r"ckm\d+(-\d+)?")
+_STOP_SECONDS = 10.0
+_COMMANDS = {
+    "ip": "iproute2",
+    "ethtool": "ethtool",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+    "sysctl": "procps",
+}
+
+
+@dataclass(frozen=True)
+class LabConfig:
+    """Size of a lab: ``ranks`` nodes, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2")."""
+
+    ranks: int = 4
+    mtu: int = 1500
+    target: str = "ebpf"
+    job: str = "lab"
+
+
+def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
+    """Topology of a lab whose namespaces begin with ``prefix``."""
+    ranks = range(lab.ranks)
+    hosts = tuple(
+        Host(f"node{r}", f"10.255.0.{10 + r}", (Nic("eth0", _mac(1, r), f"10.1.0.{10 + r}", 1 + r),), f"{prefix}-r{r}")
+        for r in ranks
+    )
+    nics = tuple(Nic(f"rx{i}", _mac(2, i), f"10.1.0.{200 + i}", lab.ranks + 1 + i) for i in (0, 1))
+    shadow = Shadow("shadow0", "10.255.0.100", nics, f"{prefix}-shadow0")
+    ports = range(1, lab.ranks + 3)
+    return Topology(
+        job=lab.job,
+        mtu=lab.mtu,
+        token_file=directory / "token",
+        registrar=Endpoint("10.255.0.1", config.REGISTRATION_PORT),
+        switch=Switch(
+            target=lab.target,
+            p4runtime=Endpoint("10.255.0.2", config.P4RUNTIME_PORT),
+            interfaces={port: f"p{port}" for port in ports},
+            netns=f"{prefix}-switch",
+        ),
+        hosts=hosts,
+        shadows=(shadow,),
+        groups=(Group("dp0", tuple(host.name for host in hosts), (shadow.name,)),),
+    )
+
+
+def _mac(kind: int, index: int) -> str:
+    return f"02:c4:ec:00:{kind:02x}:{index:02x}"
+
+
+class Lab:
+    """Context manager that builds the namespaces and owns the processes in them.
+
+    ``topology``: what was built; ``directory``: state, logs and sockets of this lab, mode 0700.
+    Raises CheckmateError without root or when a command is missing; nothing is left behind then.
+    """
+
+    def __init__(self, lab: LabConfig, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
+        self._config = lab
+        self._keep = keep
+        self._say = say
+        self._stack = ExitStack()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        _require_root()
+        ROOT.mkdir(mode=0o711, exist_ok=True)
+        self.prefix, self.directory = _claim_directory()
+        with self._stack:
+            self._lock = self._stack.enter_context(_locked(self.directory))
+            self._stack.callback(_remove_lab, self.prefix, self.directory, self._keep)
+            self.topology = lab_topology(self._config, self.prefix, self.directory)
+            self._write_token()
+            self._say(
+                f"creates namespaces {self.prefix}-*, state in {self.directory}; all removed at exit"
+                + (f", but for {self.directory}" if self._keep else "")
+            )
+            self._build()
+            self._stack.callback(self._stop_all)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with _SignalsBlocked():
+            self._stack.close()
+
+    @property
+    def management(self) -> str:
+        """Namespace of the launcher and the controller."""
+        return f"{self.prefix}-mgmt"
+
+    @property
+    def bpf(self) -> Path:
+        """A BPF file system of this lab alone."""
+        return self.directory / "bpf"
+
+    def spawn(
+        self, netns: str, argv: Sequence[str | Path], log: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a namespace; it dies with this one, and its output goes to DIRECTORY/LOG."""
+        with (self.directory / log).open("ab") as output:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{netns}", "--", *map(str, argv)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def log_tail(self, log: str, lines: int = 15) -> str:
+        """Last lines of a process's output, for error messages."""
+        path = self.directory / log
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(no output)"
+
+    def _write_token(self) -> None:
+        descriptor = os.open(self.topology.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as token:
+            token.write(secrets.token_hex(32))
+
+    def _build(self) -> None:
+        topology = self.topology
+        switch = topology.switch.netns
+        assert switch is not None
+        nodes: list[Host | Shadow] = [*topology.hosts, *topology.shadows]
+        namespaces = [self.management, switch, *(node.netns for node in nodes if node.netns)]
+        lines = [f"netns add {name}" for name in namespaces]
+        for node in nodes:
+            for nic in node.nics:
+                lines.append(
+                    f"link add {nic.name} netns {node.netns} address {nic.mac} mtu {topology.mtu} type veth "
+                    f"peer name {topology.switch.interfaces[nic.port]} netns {switch} mtu {topology.mtu}"
+                )
+        members = {node.netns: node.management_ip for node in nodes} | {switch: topology.switch.p4runtime.host}
+        for number, name in enumerate(members):
+            lines.append(f"link add mgmt0 netns {name} type veth peer name m{number} netns {self.management}")
+        _ip_batch(lines)
+        self._configure_management(len(members))
+        for name, address in members.items():
+            assert name is not None
+            _ip_batch([f"addr add {address}/24 dev mgmt0", "link set mgmt0 up", "link set lo up"], name)
+        for host in topology.hosts:
+            _ip_batch([line for nic in host.nics for line in (f"addr add {nic.ip}/24 dev {nic.name}",)], host.netns)
+        for name in namespaces:
+            _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        self._bring_links_up(nodes, switch)
+        self.bpf.mkdir()
+        _run("mount", "-t", "bpf", "-o", "mode=0700", "checkmate", str(self.bpf))
+
+    def _configure_management(self, members: int) -> None:
+        lines = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
+        lines.append(f"addr add {self.topology.registrar.host}/24 dev br0")
+        for number in range(members):
+            lines += [f"link set m{number} master br0", f"link set m{number} up"]
+        _ip_batch(lines, self.management)
+
+    def _bring_links_up(self, nodes: Sequence[Host | Shadow], switch: str) -> None:
+        for node in nodes:
+            _ip_batch([f"link set {nic.name} up" for nic in node.nics], node.netns)
+        _ip_batch([f"link set {name} up" for name in self.topology.switch.interfaces.values()], switch)
+        software = self.topology.switch.target == "bmv2"
+        for node in nodes:
+            for nic in node.nics:
+                # A shadow must get packets of at most the MTU with valid checksums: the kernel segments before it.
+                if software or isinstance(node, Shadow):
+                    port = self.topology.switch.interfaces[nic.port]
+                    _run("nsenter", f"--net=/run/netns/{switch}", "ethtool", "-K", port, "tx", "off", "tso", "off")
+                if software:
+                    offloads = ["tx", "off", "rx", "off", "tso", "off", "gso", "off", "gro", "off"]
+                    _run("nsenter", f"--net=/run/netns/{node.netns}", "ethtool", "-K", nic.name, *offloads)
+
+    def _stop_all(self) -> None:
+        for process in reversed(self._processes):
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> int:
+    """Ask the process and its session to end, kill what is left after ``seconds``; returns its exit status."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(seconds)
+
+
+def clean_stale() -> list[str]:
+    """Remove what labs left behind whose owner is gone; returns their prefixes."""
+    removed = []
+    for directory in sorted(ROOT.glob("ckm*")) if os.geteuid() == 0 else []:
+        if not _PREFIX.fullmatch(directory.name):
+            continue
+        with suppress(BlockingIOError, FileNotFoundError), _locked(directory):
+            if any(directory.joinpath(name).exists() for name in ("token", "bpf")):
+                removed.append(directory.name)
+            _remove_lab(directory.name, directory, keep=(directory / "keep").exists())
+    return removed
+
+
+def _require_root() -> None:
+    if os.geteuid() != 0:
+        raise CheckmateError("network namespaces and BPF need root: run this command as root (for example with sudo)")
+    missing = {command: package for command, package in _COMMANDS.items() if shutil.which(command) is None}
+    if missing:
+        packages = " ".join(sorted(set(missing.values())))
+        raise CheckmateError(f"missing commands {', '.join(missing)}: install the Debian packages {packages}")
+
+
+def _claim_directory() -> tuple[str, Path]:
+    for attempt in range(100):
+        prefix = f"ckm{os.getpid()}" + (f"-{attempt}" if attempt else "")
+        try:
+            (ROOT / prefix).mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return prefix, ROOT / prefix
+    raise CheckmateError(f"{ROOT} holds 100 directories of process {os.getpid()}: remove them")
+
+
+def _locked(directory: Path) -> IO[str]:
+    """Lock that tells a live lab from a dead one; the kernel frees it with its owner. Raises BlockingIOError."""
+    lock = (directory / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise
+    return lock
+
+
+def _remove_lab(prefix: str, directory: Path, keep: bool) -> None:
+    namespaces = [path.name for path in Path("/run/netns").glob(f"{prefix}-*")]
+    for name in namespaces:
+        _kill_members(name)
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    bpf = directory / "bpf"
+    if bpf.exists():
+        subprocess.run(["umount", "-l", bpf], check=False, capture_output=True)
+        with suppress(OSError):
+            bpf.rmdir()
+    (directory / "token").unlink(missing_ok=True)
+    if keep:
+        (directory / "keep").touch()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_members(netns: str) -> None:
+    for _ in range(50):
+        pids = subprocess.run(
+            ["ip", "netns", "pids", netns], check=False, capture_output=True, text=True
+        ).stdout.split()
+        if not pids:
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _ip_batch(lines: Sequence[str], netns: str | None = None) -> None:
+    selector = ["-n", netns] if netns else []
+    _run("ip", *selector, "-batch", "-", text="\n".join(lines) + "\n")
+
+
+def _run(*argv: str, text: str | None = None) -> None:
+    result = subprocess.run(argv, input=text, capture_output=True, text=True, check=False, timeout=60)
+    if result.returncode != 0:
+        reason = result.stderr.strip() or result.stdout.strip()
+        raise CheckmateError(f"`{' '.join(argv)}` failed: {reason}")
+
+
+class _SignalsBlocked:
+    """Hold back SIGINT and SIGTERM, so that a second Ctrl-C can't interrupt the clean-up."""
+
+    _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __enter__(self) -> None:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self._HELD)
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._HELD:
+            if held in signal.sigpending():
+                signal.sigtimedwait([held], 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
