@@ -1,0 +1,141 @@
+"""``checkmate run``: start a training script on every rank of a topology and restart all ranks when one dies.
+
+Restarts are torch's own elastic agent (the machinery behind ``torchrun``): one agent here when all hosts are network
+namespaces of this machine, else one agent on each host (``node``). Each worker is ``checkmate.rank``, which becomes the
+script in the rank's own namespace.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from checkmate import config
+from checkmate.config import CheckmateError
+from checkmate.nccl_plugin.bpf.loader import CounterProgram
+from checkmate.topology import Group, Topology, load_topology
+
+RENDEZVOUS_PORT = 29400
+_RENDEZVOUS_SECONDS = 300
+_SHUTDOWN_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: ``script`` with ``args``, ``channels`` rings, at most ``max_restarts`` restarts of all ranks.
+
+    ``bpf``: directory on a BPF file system where the counter map is pinned, None: nothing is tagged.
+    ``attach``: False runs the script on the same transport without any checkpointing.
+    """
+
+    topology_file: Path
+    script: Path
+    args: Sequence[str] = ()
+    channels: int = 2
+    max_restarts: int = 3
+    bpf: Path | None = None
+    attach: bool = True
+    node: str | None = None
+    logs: Path | None = None
+
+
+def run_job(job: Job) -> None:
+    """Run to the end; raises CheckmateError when the script fails for good."""
+    topology = load_topology(job.topology_file)
+    group = _only_group(topology)
+    if not job.script.is_file():
+        raise CheckmateError(f"script {job.script} does not exist or is not a file")
+    local = all(topology.host(name).netns for name in group.ranks)
+    if not local and job.node not in group.ranks:
+        raise CheckmateError(f"--node {job.node!r} is not a host of group {group.name}: use one of {list(group.ranks)}")
+    launch_config = _launch_config(topology, group, job, local)
+    worker = ["-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
+    with _counter_map(job) as counter_map, _environment(_job_environment(topology, job, counter_map)):
+        try:
+            elastic_launch(launch_config, sys.executable)("-u", *worker)
+        except ChildFailedError as error:
+            raise CheckmateError(_describe_failure(error)) from None
+
+
+def _job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
+    plugin = str(config.library("libcheckmate_net.so"))
+    values = {
+        "NCCL_NET_PLUGIN": plugin,
+        "NCCL_PROFILER_PLUGIN": plugin,
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+        "CHECKMATE_BACKEND": "checkmate",
+        "CHECKMATE_CHANNELS": str(job.channels),
+        "CHECKMATE_DSCP": str(topology.dscp_tag),
+    }
+    if job.attach:
+        group = _only_group(topology)
+        values["CHECKMATE_JOB"] = topology.job
+        values["CHECKMATE_TOKEN_FILE"] = str(topology.token_file)
+        values["CHECKMATE_SHADOWS"] = ",".join(str(topology.shadow(name).control) for name in group.shadows)
+    if counter_map is not None:
+        values["CHECKMATE_COUNTER_MAP"] = str(counter_map)
+    return values
+
+
+def _launch_config(topology: Topology, group: Group, job: Job, local: bool) -> LaunchConfig:
+    nodes = 1 if local else len(group.ranks)
+    first = topology.registrar.host if local else topology.host(group.ranks[0]).management_ip
+    here = first if local or job.node is None else topology.host(job.node).management_ip
+    redirect = Std.ALL if job.logs else Std.NONE
+    return LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=len(group.ranks) if local else 1,
+        run_id=topology.job,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{first}:{RENDEZVOUS_PORT}",
+        rdzv_configs={"timeout": _RENDEZVOUS_SECONDS},
+        local_addr=here,
+        max_restarts=job.max_restarts,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.logs) if job.logs else None, redirects=redirect, tee=redirect),
+    )
+
+
+def _only_group(topology: Topology) -> Group:
+    if len(topology.groups) != 1:
+        raise CheckmateError(f"groups: {len(topology.groups)} given; a job runs one data-parallel group for now")
+    return topology.groups[0]
+
+
+@contextmanager
+def _counter_map(job: Job) -> Iterator[Path | None]:
+    if job.bpf is None:
+        yield None
+        return
+    with CounterProgram.load(job.bpf) as program:
+        yield program.map_path
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _describe_failure(error: ChildFailedError) -> str:
+    lines = [f"the script failed on {len(error.failures)} rank(s) and no restart is left:"]
+    for rank, failure in sorted(error.failures.items()):
+        reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        lines.append(f"  rank {rank}: {reason}" + (f", log {failure.error_file}" if failure.error_file else ""))
+    return "\n".join(lines)
