@@ -1,6 +1,119 @@
-"""Command line entry point."""
+"""The ``checkmate`` command.
+
+Exit codes: 0 success; 1 the result is not what it must be (the demo's states differ); 2 wrong usage, input or
+environment, or a job that failed: the text on standard error says what to fix.
+"""
+
+import json
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from checkmate import config
+from checkmate.config import CheckmateError
+
+app = typer.Typer(
+    name="checkmate",
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+log = logging.getLogger("checkmate")
+
+TopologyFile = Annotated[Path, typer.Option("--topology", "-t", metavar="FILE", help="Topology of the job (YAML).")]
+Socket = Annotated[Path, typer.Option(metavar="PATH", help="Unix socket that serves status as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+class SwitchKind(StrEnum):
+    """Software switches that a demo can run on."""
+
+    ebpf = "ebpf"
+    bmv2 = "bmv2"
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 40,
+    params: Annotated[int, typer.Option(min=100_000, help="Approximate number of model parameters.")] = 3_000_000,
+    mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
+    channels: Annotated[int, typer.Option(min=1, max=16, help="Rings of each all-reduce.")] = 2,
+    switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
+    kill: Annotated[
+        str, typer.Option(metavar="none|random|RANK@STEP", help="Which rank gets SIGKILL, and in which step.")
+    ] = "random",
+    seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the random kill.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep logs and final states, and say where.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object with the results.")] = False,
+) -> None:
+    """Train, checkpoint every iteration, kill a rank, restore from the shadow, compare bit for bit.
+
+    Trains a small GPT on the licence texts in /usr/share/common-licenses with DistributedDataParallel. Every rank, the
+    switch and the shadow live in network namespaces of this machine; nothing outside them is touched and all is removed
+    at the end. Needs root. Exit code 1 if the restored run differs in one bit from a run that never failed.
+    """
+    from checkmate.demo import DemoOptions, run_demo  # noqa: PLC0415 - keeps --help fast
+
+    options = DemoOptions(ranks, steps, params, mtu, channels, switch.value, kill, seed, keep, as_json)
+    if not run_demo(options, Console(stderr=as_json)):
+        raise typer.Exit(1)
+
+
+@app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run_command(
+    topology: TopologyFile,
+    script: Annotated[Path, typer.Argument(help="Training script: any PyTorch DDP script, unmodified.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    node: Annotated[str | None, typer.Option(help="Host of the topology that this machine is.")] = None,
+    channels: Annotated[int, typer.Option(min=1, help="Rings of each all-reduce (CPU back end).")] = 2,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks before the job fails.")] = 3,
+    bpf: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory on a BPF file system for the counter map.")
+    ] = Path("/sys/fs/bpf"),
+    no_attach: Annotated[bool, typer.Option("--no-attach", help="Same transport, no checkpointing at all.")] = False,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for each rank's output.")] = None,
+) -> None:
+    """Start SCRIPT on every rank and restart all ranks from the shadow when one dies."""
+    from checkmate.launch import Job, run_job  # noqa: PLC0415
+
+    run_job(
+        Job(
+            topology_file=topology,
+            script=script,
+            args=tuple(args or ()),
+            channels=channels,
+            max_restarts=max_restarts,
+            bpf=None if no_attach else bpf,
+            attach=not no_attach,
+            node=node,
+            logs=logs,
+        )
+    )
+
+
+def fail(error: CheckmateError) -> int:
+    """Print the error for a person; returns the exit code."""
+    Console(stderr=True, soft_wrap=True).print(f"checkmate: {error}", style="bold red", markup=False, highlight=False)
+    return 2
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line."""
+    sys.stdout.write(json.dumps(value) + "\n")
 
 
 def main() -> None:
-    """Run the ``checkmate`` command."""
-    raise SystemExit("not built yet")
+    """Run the command line; CheckmateError becomes a message and exit code 2."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        app(standalone_mode=True)
+    except CheckmateError as error:
+        sys.exit(fail(error))

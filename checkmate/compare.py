@@ -21,7 +21,7 @@ def load_state(path: Path) -> dict[str, Any]:
 def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
     """Where two nested states differ, as texts that begin with the path; nothing when every bit is equal.
 
-    Floats are compared by value and sign, tensors by dtype, shape and bytes: NaN equals the same NaN, 0.0 differs from -0.0.
+    Tensors are compared by dtype, shape and bytes (NaN equals the same NaN, 0.0 differs from -0.0), all else by repr.
     """
     if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
         yield from _tensor_differences(expected, actual, path)
