@@ -170,8 +170,8 @@ class Ack(Message):
 class Seed(Message):
     """Full state after step ``step``; the tensors follow as ``manifest`` lists them (``checkmate.tensors``).
 
-    ``manifest``: one [name, kind, dtype, shape] for each tensor, kind "param", "buffer" or "state.KEY" for the
-    optimizer state KEY of parameter ``name`` ("state.exp_avg", "state.step", …).
+    ``manifest``: one [name, kind, dtype, shape, stride] for each tensor, whose bytes follow in memory order; kind is
+    "param", "buffer" or "state.KEY" for the optimizer state KEY of parameter ``name`` ("state.exp_avg", "state.step").
     ``optimizer``: {"class": "AdamW", "groups": [hyperparameters with "params": [names in order]], "scalars": {name:
     {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds
     optimizer state that is no tensor.
@@ -230,14 +230,15 @@ def decode(body: bytes) -> Message:
     return cls.from_map(fields)
 
 
-def receive(sock: socket.socket) -> Message | None:
-    """Next message of a blocking socket, None at a clean end; the socket's time-out bounds each read."""
+def receive(sock: socket.socket, limit: int = MAX_MESSAGE) -> Message | None:
+    """Next message, of at most ``limit`` bytes, of a blocking socket; None at a clean end. The socket's time-out bounds
+    each read."""
     head = _receive_exactly(sock, 4)
     if head is None:
         return None
     (length,) = struct.unpack(">I", head)
-    if length > MAX_MESSAGE:
-        raise ProtocolError(f"message of {length} bytes announced, at most {MAX_MESSAGE} allowed")
+    if length > limit:
+        raise ProtocolError(f"message of {length} bytes announced, at most {limit} allowed")
     body = _receive_exactly(sock, length)
     if body is None:
         raise ProtocolError("connection closed in mid-message")
