@@ -1,0 +1,89 @@
+"""Brings a switch from whatever it holds to what the plan says, writing only the difference.
+
+The order is make before break. In every state on the way, after any prefix of the batches and any part of a
+batch, an entry refers only to a group that exists, and training traffic is forwarded. So a controller may die at any
+point: the next one reads what is there and carries on.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from checkmate.controlplane.target import Kind, Target, TargetError, Update
+
+from checkmate.plan import HEARTBEAT, Entry, Item, Multicast, Rules, diff
+
+BATCH = 256
+"""Updates in one request at most."""
+
+_log = logging.getLogger("checkmate.reconcile")
+
+
+def reconcile(target: Target, wanted: Rules) -> int:
+    """Make the switch hold exactly ``wanted``; returns the number of updates, 0 when all was as it must be.
+
+    Raises TargetError when the switch refuses an update or does not hold what it accepted.
+    """
+    current = target.read()
+    for entry in current.dangling():
+        _log.warning("the switch holds an entry for a multicast group that does not exist, repairing: %s", entry)
+    written = 0
+    for batch in batches(current, wanted):
+        target.apply(batch)
+        written += len(batch)
+    if written and (left := diff(target.read(), wanted)):
+        raise TargetError(f"the switch accepted all updates but holds something else (- held, + wanted):\n{left}")
+    return written
+
+
+def batches(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
+    """The updates in batches: each may be applied in any order, and all of it before the next."""
+    for step in _steps(current, wanted):
+        for start in range(0, len(step), BATCH):
+            yield step[start : start + BATCH]
+
+
+def _steps(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
+    held: dict[object, Item] = {item.key: item for item in current.items}
+    misled = _misled(current, wanted)
+    # 1. What forwards without copying, and what makes copies right before there are any.
+    yield list(_writes(held, (entry for entry in wanted.entries if not _refers(entry))))
+    # 2. Entries whose group is missing or about to lead elsewhere: without them traffic is forwarded by address.
+    yield [_remove(held, entry) for entry in misled]
+    # 3. Groups, 4. what refers to them.
+    yield list(_writes(held, wanted.groups))
+    yield list(_writes(held, (entry for entry in wanted.entries if _refers(entry))))
+    # 5. What the plan no longer holds, users before what they use.
+    keys = {item.key for item in wanted.items}
+    stale = [item for item in held.values() if item.key not in keys]
+    yield [_remove(held, item) for item in stale if _refers(item)]
+    yield [_remove(held, item) for item in stale if not _refers(item)]
+
+
+def _refers(item: Item) -> bool:
+    return isinstance(item, Entry) and item.group is not None
+
+
+def _misled(current: Rules, wanted: Rules) -> list[Entry]:
+    """Copying entries that refer to no group, or to one whose number means another destination in ``wanted``."""
+    before = {group.id: group.forwarding for group in current.groups}
+    after = {group.id: group.forwarding for group in wanted.groups}
+    entries = [entry for entry in current.entries if entry.table == HEARTBEAT and entry.group is not None]
+    return [
+        entry
+        for entry in entries
+        if entry.group not in before or before[entry.group] != after.get(entry.group, before[entry.group])
+    ]
+
+
+def _writes(held: dict[object, Item], items: Iterable[Entry] | Iterable[Multicast]) -> Iterator[Update]:
+    """Inserts and modifications that make ``held`` contain ``items``; notes them in ``held``."""
+    for item in items:
+        before = held.get(item.key)
+        if before != item:
+            held[item.key] = item
+            yield Update(Kind.INSERT if before is None else Kind.MODIFY, item)
+
+
+def _remove(held: dict[object, Item], item: Item) -> Update:
+    del held[item.key]
+    return Update(Kind.DELETE, item)

@@ -1,0 +1,203 @@
+"""From any state that an interrupted controller may have left, reconciling ends at the plan, and is safe on the way."""
+
+import random
+
+import pytest
+from checkmate.controlplane.reconcile import BATCH, batches, reconcile
+from checkmate.controlplane.target import Kind, TargetError, Update
+from checkmate.controlplane.targets.fake import FakeTarget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate import config
+from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
+from checkmate.topology import Topology
+
+SHADOWS = ("shadow0", "shadow1")
+
+
+def topology(ranks: int, offset: int = 0, tag: int = config.DSCP_TAG) -> Topology:
+    """One group of ``ranks`` hosts on ports from ``offset`` on, and two shadows behind them."""
+
+    def nic(name: str, port: int) -> dict[str, object]:
+        return {"name": name, "mac": f"02:00:00:00:00:{port:02x}", "ip": f"10.1.0.{port}", "port": port}
+
+    ports = range(offset + 1, offset + ranks + 1)
+    return Topology.from_dict(
+        {
+            "job": "test",
+            "mtu": 1500,
+            "dscp_tag": tag,
+            "token_file": "/nowhere/token",
+            "registrar": "10.255.0.1:7702",
+            "switch": {"target": "bmv2", "p4runtime": "127.0.0.1:9559"},
+            "hosts": [
+                {"name": f"node{i}", "management_ip": f"10.255.0.{port}", "nics": [nic("eth0", port)]}
+                for i, port in enumerate(ports)
+            ],
+            "shadows": [
+                {
+                    "name": name,
+                    "management_ip": f"10.255.1.{i}",
+                    "nics": [nic("eth0", 100 + 2 * i), nic("eth1", 101 + 2 * i)],
+                }
+                for i, name in enumerate(SHADOWS, 1)
+            ],
+            "groups": [{"name": "dp0", "ranks": [f"node{i}" for i in range(ranks)], "shadows": list(SHADOWS)}],
+        }
+    )
+
+
+plans = st.builds(
+    lambda ranks, offset, tag, live: make_plan(topology(ranks, offset, tag), live),
+    st.integers(2, 4),
+    st.integers(0, 2),
+    st.sampled_from([0x20, 0x10]),
+    st.sets(st.sampled_from(SHADOWS)),
+)
+
+
+def delivered(rules: Rules, ingress: int, mac: int) -> set[int]:
+    """Ports that a tagged packet reaches unchanged, as the data plane does it."""
+    groups = {group.id: set(group.forwarding) for group in rules.groups}
+    entries = {entry.key: entry for entry in rules.entries}
+    hit = entries.get((HEARTBEAT, (("ingress_port", ingress), ("ethernet.dst_addr", mac)), 0))
+    if hit and hit.group in groups:
+        return groups[hit.group]
+    hit = entries.get((L2_FORWARD, (("ethernet.dst_addr", mac),), 0)) or entries.get((L2_FORWARD, (), 0))
+    if hit is None:
+        return set()
+    if hit.group is not None:
+        return groups.get(hit.group, set()) - {ingress}
+    return {dict(hit.params)["port"]}
+
+
+def assert_forwards(rules: Rules, plan: Plan) -> None:
+    """Every flow that ``plan`` copies reaches its destination under ``rules``."""
+    forward = {
+        dict(entry.match)["ethernet.dst_addr"]: dict(entry.params)["port"]
+        for entry in plan.rules.entries
+        if entry.table == L2_FORWARD and entry.match
+    }
+    for mac, port in forward.items():
+        for ingress in forward.values():
+            if ingress != port:
+                assert port in delivered(rules, ingress, mac)
+
+
+def interrupted(target: FakeTarget, wanted: Rules, stop_after: int, seed: int) -> None:
+    """Apply at most ``stop_after`` updates one by one, each batch in a random order, and check every state."""
+    shuffle = random.Random(seed).shuffle
+    for batch in batches(target.read(), wanted):
+        shuffle(batch)
+        for update in batch:
+            if stop_after == 0:
+                return
+            stop_after -= 1
+            target.apply([update])
+            assert not target.read().dangling()
+
+
+@settings(max_examples=150, deadline=None)
+@given(first=plans, second=plans, stop=st.integers(0, 60), seed=st.integers(0, 1000))
+def test_any_interrupted_plan_then_another_ends_exactly_there(first: Plan, second: Plan, stop: int, seed: int) -> None:
+    target = FakeTarget()
+    interrupted(target, first.rules, stop, seed)
+    interrupted(target, second.rules, -1, seed)
+    assert target.read() == second.rules
+    assert reconcile(target, second.rules) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(2, 4),
+    before=st.sets(st.sampled_from(SHADOWS)),
+    after=st.sets(st.sampled_from(SHADOWS)),
+    seed=st.integers(0, 1000),
+)
+def test_training_traffic_flows_while_shadows_come_and_go(
+    ranks: int, before: set[str], after: set[str], seed: int
+) -> None:
+    target = FakeTarget()
+    old, new = (make_plan(topology(ranks), live) for live in (before, after))
+    reconcile(target, old.rules)
+    assert_forwards(target.read(), old)
+    shuffle = random.Random(seed).shuffle
+    for batch in batches(target.read(), new.rules):
+        shuffle(batch)
+        for update in batch:
+            target.apply([update])
+            assert_forwards(target.read(), new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> None:
+    old, new = make_plan(topology(4), set(SHADOWS)), make_plan(topology(3, offset=1), set(SHADOWS))
+    target = FakeTarget()
+    reconcile(target, old.rules)
+    shuffle = random.Random(seed).shuffle
+    for batch in batches(target.read(), new.rules):
+        shuffle(batch)
+        for update in batch:
+            target.apply([update])
+            assert_forwards(target.read(), new)
+    assert target.read() == new.rules
+
+
+def test_restart_of_the_switch_is_repaired() -> None:
+    plan, target = make_plan(topology(4), {"shadow0"}), FakeTarget()
+    written = reconcile(target, plan.rules)
+    assert written == len(plan.rules.entries) + len(plan.rules.groups)
+    target.restart()
+    assert reconcile(target, plan.rules) == written
+    assert target.read() == plan.rules
+
+
+def test_only_the_difference_is_written() -> None:
+    target = FakeTarget()
+    reconcile(target, make_plan(topology(4), {"shadow0"}).rules)
+    # Each of the 4 · 2 used groups but one side for rank 0's own port gains a member: 3 of rank 0 and 4 of the others.
+    assert reconcile(target, make_plan(topology(4), {"shadow0", "shadow1"}).rules) == 3 + 4
+
+
+class Broken(FakeTarget):
+    """A switch with an entry for a group that it does not have, as some software switches allow."""
+
+    def read(self) -> Rules:
+        held = super().read()
+        missing = () if self.repaired else (Entry(HEARTBEAT, MATCH, "CheckmateIngress.replicate", (("group", 9),)),)
+        return Rules.of([*held.entries, *missing], held.groups)
+
+    repaired = False
+
+    def apply(self, updates: list[Update]) -> None:  # type: ignore[override]
+        self.repaired |= any(update.kind is Kind.DELETE and update.item.key[0] == HEARTBEAT for update in updates)  # type: ignore[index]
+        super().apply([update for update in updates if update.kind is not Kind.DELETE])
+
+
+MATCH = (("ingress_port", 7), ("ethernet.dst_addr", 0x02_00_00_00_00_07))
+
+
+def test_an_entry_for_a_missing_group_raises_the_alarm_and_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+    target, plan = Broken(), make_plan(topology(2), {"shadow0"})
+    reconcile(target, plan.rules)
+    assert "multicast group that does not exist" in caplog.text
+    assert target.read() == plan.rules
+
+
+class Forgetful(FakeTarget):
+    """A switch that accepts everything and loses groups."""
+
+    def read(self) -> Rules:
+        return Rules.of(super().read().entries, ())
+
+
+def test_a_switch_that_does_not_hold_what_it_accepted_is_an_error() -> None:
+    with pytest.raises(TargetError, match=r"holds something else[\s\S]*group 1"):
+        reconcile(Forgetful(), make_plan(topology(2), set()).rules)
+
+
+def test_batches_are_bounded() -> None:
+    groups = [Multicast(number, (Replica(1, 0),)) for number in range(1, 2 * BATCH)]
+    assert [len(batch) for batch in batches(Rules(), Rules.of([], groups))] == [BATCH, BATCH - 1]
