@@ -12,6 +12,7 @@ _before = os.environ.get(_CHOICE)
 os.environ[_CHOICE] = "python"
 try:
     from google.rpc import code_pb2, status_pb2
+
     from p4.config.v1 import p4info_pb2
     from p4.v1 import p4runtime_pb2, p4runtime_pb2_grpc
 finally:
