@@ -2,7 +2,8 @@
 
 A *manifest* lists tensors, one ``[name, kind, dtype, shape, stride]`` each (``checkmate.protocol.Seed``). The tensors
 follow it on the wire in its order: the bytes of each in memory order, then its CRC32C, 4 bytes, little-endian. Names
-are those of the bare module: pass ``ddp.module.named_parameters()``, not those of its DistributedDataParallel.
+are those of the bare module: use ``ddp.module``, not its DistributedDataParallel. A second name of the same tensor (tied
+weights) is an entry of kind ``alias.FIRST_NAME`` without elements.
 """
 
 import math
@@ -60,6 +61,16 @@ def receive_tensors(sock: socket.socket, manifest: Manifest) -> list[Tensor]:
     return [_receive_tensor(sock, *entry) for entry in [_entry(line) for line in manifest]]
 
 
+def named_state(module: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Parameters and buffers of a bare module as its ``state_dict`` names them, every name of a shared tensor included."""
+    saved = module.state_dict(keep_vars=True).keys()
+    buffers = module.named_buffers(remove_duplicate=False)
+    return (
+        list(module.named_parameters(remove_duplicate=False)),
+        [(name, tensor) for name, tensor in buffers if name in saved],
+    )
+
+
 def pack_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters of one ``optimizer.param_groups`` entry, without its parameters, as plain values.
 
@@ -78,14 +89,16 @@ def pack_state(
     named_buffers: Iterable[tuple[str, Tensor]],
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], Manifest, list[Tensor]]:
-    """Optimizer description, manifest and tensors of a ``Seed`` or ``State``.
+    """Optimizer description, manifest and tensors of a ``Seed`` or ``State``; ``named_state`` gives the first two.
 
     The tensors are the live ones, not copies: nothing may change them until they are sent. Reading changes nothing.
     """
-    params = dict(named_params)
+    params, param_aliases = _split_aliases(named_params)
+    buffers, buffer_aliases = _split_aliases(named_buffers)
     names = _names_by_identity(params, optimizer)
     entries = [(name, "param", tensor.detach()) for name, tensor in params.items()]
-    entries += [(name, "buffer", tensor.detach()) for name, tensor in named_buffers]
+    entries += [(name, "buffer", tensor.detach()) for name, tensor in buffers.items()]
+    entries += [(name, f"alias.{first}", torch.empty(0)) for name, first in (param_aliases | buffer_aliases).items()]
     scalars: dict[str, dict[str, Any]] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -115,12 +128,15 @@ def unpack_state(
     All names, shapes, data types and groups are compared first: TensorError names what differs, and then nothing was
     changed.
     """
-    params = dict(named_params)
+    params, param_aliases = _split_aliases(named_params)
+    buffers, buffer_aliases = _split_aliases(named_buffers)
     live = {("param", name): tensor for name, tensor in params.items()}
-    live |= {("buffer", name): tensor for name, tensor in named_buffers}
+    live |= {("buffer", name): tensor for name, tensor in buffers.items()}
+    aliases = {(f"alias.{first}", name) for name, first in (param_aliases | buffer_aliases).items()}
     packed = {(line[1], line[0]): tensor for line, tensor in zip(manifest, tensors, strict=True)}
     state = _state_by_name(description, packed)
-    _check_tensors(live, {key: t for key, t in packed.items() if not key[0].startswith("state.")})
+    _check_tensors(live, {key: t for key, t in packed.items() if key[0] in ("param", "buffer")})
+    _check_aliases(aliases, {key for key in packed if key[0].startswith("alias.")})
     _check_groups(_names_by_identity(params, optimizer), optimizer, description)
     _check_state(state, params)
     with torch.no_grad():
@@ -267,6 +283,20 @@ def _unpack_value(value: Any) -> Any:
     return tuple(_unpack_value(item) for item in value) if isinstance(value, list | tuple) else value
 
 
+def _split_aliases(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor by its first name, and the first name by each further one."""
+    tensors: dict[str, Tensor] = {}
+    first_names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in named:
+        first = first_names.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = first
+    return tensors, aliases
+
+
 def _names_by_identity(params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """``id`` of each parameter → name; TensorError when the optimizer has one that is not the model's."""
     names = {id(param): name for name, param in params.items()}
@@ -304,6 +334,13 @@ def _check_tensors(live: Mapping[tuple[str, str], Tensor], packed: Mapping[tuple
                 f"{_dtype_name(want.dtype)} {list(want.shape)} in the checkpoint"
             )
     _refuse(problems)
+
+
+def _check_aliases(live: set[tuple[str, str]], packed: set[tuple[str, str]]) -> None:
+    for where, extra in (("model", live - packed), ("checkpoint", packed - live)):
+        _refuse(
+            [f"{name!r} shares memory with {kind.removeprefix('alias.')!r} in the {where} only" for kind, name in extra]
+        )
 
 
 def _check_groups(names: dict[int, str], optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> None:

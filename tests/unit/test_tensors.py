@@ -17,6 +17,7 @@ from checkmate.tensors import (
     describe,
     is_same,
     manifest_bytes,
+    named_state,
     pack_group,
     pack_state,
     receive_tensors,
@@ -325,3 +326,28 @@ def test_hyperparameters_keep_value_and_kind() -> None:
     }  # fmt: skip
     with pytest.raises(TensorError, match="hook is a function"):
         pack_group({"hook": lambda: None})
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+
+
+def test_tied_weights_travel_once_and_must_be_tied_on_both_sides() -> None:
+    source, target = Tied(), Tied()
+    optimizer, loaded = torch.optim.SGD(source.parameters(), lr=1), torch.optim.SGD(target.parameters(), lr=1)
+    description, manifest, tensors = pack_state(*named_state(source), optimizer)
+    assert [line[:2] for line in manifest] == [
+        ["embed.weight", "param"], ["scale", "buffer"], ["head.weight", "alias.embed.weight"],
+    ]  # fmt: skip
+    unpack_state(*named_state(target), loaded, description, manifest, tensors)
+    assert is_same(target.head.weight, source.embed.weight)
+    apart = Tied(tied=False)
+    loose = torch.optim.SGD(apart.parameters(), lr=1)
+    with pytest.raises(TensorError, match=r"'head\.weight'"):
+        unpack_state(*named_state(apart), loose, description, manifest, tensors)
