@@ -2,7 +2,7 @@
 
 A *manifest* lists tensors, one ``[name, kind, dtype, shape, stride]`` each (``checkmate.protocol.Seed``). The tensors
 follow it on the wire in its order: the bytes of each in memory order, then its CRC32C, 4 bytes, little-endian. Names
-are those of the bare module: use ``ddp.module``, not its DistributedDataParallel. A second name of the same tensor (tied
+are those of the bare module: use ``ddp.module``, not its DistributedDataParallel. A second name of one tensor (tied
 weights) is an entry of kind ``alias.FIRST_NAME`` without elements.
 """
 
@@ -62,7 +62,7 @@ def receive_tensors(sock: socket.socket, manifest: Manifest) -> list[Tensor]:
 
 
 def named_state(module: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """Parameters and buffers of a bare module as its ``state_dict`` names them, every name of a shared tensor included."""
+    """Parameters and buffers of a bare module as its ``state_dict`` has them: every name of a shared tensor, too."""
     saved = module.state_dict(keep_vars=True).keys()
     buffers = module.named_buffers(remove_duplicate=False)
     return (

@@ -1,0 +1,204 @@
+"""The trainer's parameters and optimizer on the shadow: torch's own optimizer, stepped with received gradients."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import Layout, Seed, StepRecord
+from checkmate.tensors import Manifest, TensorError, dtype_of, is_same, pack_state, set_group, unpack_group
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+}
+
+
+class Refusal(CheckmateError):
+    """The shadow can't follow this optimizer, layout or step record; a new seed of the same kind wouldn't help."""
+
+
+class Replica:
+    """θ and optimizer state after ``step``; owns its tensors. Not thread-safe.
+
+    Raises Refusal for an optimizer other than torch's AdamW, Adam and SGD, or hyperparameters that need a GPU's graph.
+    """
+
+    def __init__(self, seed: Seed, tensors: Sequence[Tensor]) -> None:
+        self.step = seed.step
+        self._params: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._aliases: dict[str, str] = {}
+        self._checked: set[str] = set()
+        states = self._sort(seed, tensors)
+        self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
+        self._optimizer = self._build(seed.optimizer)
+        self._load(states)
+        self._stepped = {name for group in seed.optimizer["groups"] for name in group["params"]}
+
+    def apply(self, record: StepRecord, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
+        """Step ``record.step`` with gradients that stay where they are: ``buckets`` maps bucket → its bytes.
+
+        A skipped step changes nothing but ``step``. Raises Refusal, with nothing changed, when layout or record don't
+        fit the seed. Any other error leaves the state unusable.
+        """
+        self.check(record, layout)
+        if not record.skipped:
+            for group, fields in zip(self._optimizer.param_groups, record.groups, strict=True):
+                set_group(group, _steppable(fields))
+            try:
+                self._set_gradients(layout, buckets)
+                self._optimizer.step()
+            finally:
+                for param in self._params.values():
+                    param.grad = None
+        self.step = record.step
+
+    def check(self, record: StepRecord, layout: Layout) -> None:
+        """Refusal when a layout names other parameters, sizes or data types than the seed, or the groups differ."""
+        if len(record.groups) != len(self._optimizer.param_groups):
+            raise Refusal(
+                f"step {record.step} has {len(record.groups)} parameter groups, the seed "
+                f"{len(self._optimizer.param_groups)}"
+            )
+        for fields in record.groups:
+            _steppable(fields)
+        if layout.digest not in self._checked:
+            problems = [text for bucket in layout.buckets for text in self._bucket_problems(bucket)]
+            names = [name for bucket in layout.buckets for name, _, _ in bucket["params"]]
+            problems += [f"{name!r} is in it twice" for name in sorted({n for n in names if names.count(n) > 1})]
+            if problems:
+                raise Refusal("the layout doesn't fit the seed: " + "; ".join(problems[:8]))
+            self._checked.add(layout.digest)
+
+    def pack(self) -> tuple[dict[str, Any], Manifest, list[Tensor]]:
+        """Optimizer description, manifest and the live tensors, as the trainer's own ``pack_state`` gives them."""
+        description, manifest, tensors = pack_state(
+            self._named(self._params), self._named(self._buffers), self._optimizer
+        )
+        for group, capturable in zip(description["groups"], self._capturable, strict=True):
+            if "capturable" in group:
+                group["capturable"] = capturable
+        return description, manifest, tensors
+
+    def state_dicts(self) -> dict[str, Any]:
+        """``{"model", "optimizer", "step"}``, live and for plain PyTorch's ``load_state_dict``."""
+        optimizer = self._optimizer.state_dict()
+        for group, capturable in zip(optimizer["param_groups"], self._capturable, strict=True):
+            if "capturable" in group:
+                group["capturable"] = capturable
+        model = {name: tensor.detach() for name, tensor in (*self._named(self._params), *self._named(self._buffers))}
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def differences(self, seed: Seed, tensors: Sequence[Tensor]) -> list[str]:
+        """Parameters and optimizer state that differ in any bit from a seed of the same step.
+
+        Buffers and hyperparameters are not compared: they may change between the step and its boundary.
+        """
+        _, manifest, ours = self.pack()
+        have = {(line[0], line[1]): tensor for line, tensor in zip(manifest, ours, strict=True)}
+        want = {(line[0], line[1]): tensor for line, tensor in zip(seed.manifest, tensors, strict=True)}
+        keys = [key for key in have.keys() | want.keys() if key[1] != "buffer"]
+        return sorted(
+            f"{kind} {name}"
+            for name, kind in keys
+            if (name, kind) not in have or (name, kind) not in want or not is_same(have[name, kind], want[name, kind])
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters, buffers and optimizer state."""
+        return sum(tensor.nbytes for tensor in self.pack()[2])
+
+    def _sort(self, seed: Seed, tensors: Sequence[Tensor]) -> dict[str, dict[str, Any]]:
+        """Takes parameters, buffers and aliases; returns the optimizer state by parameter name."""
+        states: dict[str, dict[str, Any]] = {}
+        for (name, kind, *_), tensor in zip(seed.manifest, tensors, strict=True):
+            prefix, _, rest = kind.partition(".")
+            if kind == "param":
+                wants_grad = tensor.is_floating_point() or tensor.is_complex()
+                self._params[name] = nn.Parameter(tensor, requires_grad=wants_grad)
+            elif kind == "buffer":
+                self._buffers[name] = tensor
+            elif prefix == "alias":
+                self._aliases[name] = rest
+            elif prefix == "state":
+                states.setdefault(name, {})[rest] = tensor
+            else:
+                raise Refusal(f"the seed holds {name!r} of the unknown kind {kind!r}")
+        for name, scalars in seed.optimizer["scalars"].items():
+            states.setdefault(name, {}).update(scalars)
+        return states
+
+    def _build(self, description: Mapping[str, Any]) -> torch.optim.Optimizer:
+        name = description["class"]
+        cls = _CLASSES.get(name)
+        if cls is None:
+            raise Refusal(f"the optimizer {name} can't be followed: only torch's {', '.join(_CLASSES)} can")
+        groups = []
+        for index, fields in enumerate(description["groups"]):
+            unknown = [param for param in fields["params"] if param not in self._params]
+            if unknown:
+                raise Refusal(f"parameter group {index} names {unknown[0]!r}, which the seed doesn't hold")
+            hyper = unpack_group(_steppable(fields))
+            groups.append({**hyper, "params": [self._params[param] for param in fields["params"]]})
+        known = inspect.signature(cls.__init__).parameters
+        defaults = {key: value for key, value in groups[0].items() if key in known and key != "params"}
+        try:
+            return cls(groups, **defaults)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Refusal(f"torch refuses the seed's {name}: {error}") from None
+
+    def _load(self, states: Mapping[str, dict[str, Any]]) -> None:
+        for name, state in states.items():
+            if name not in self._params:
+                raise Refusal(f"the seed holds optimizer state of {name!r}, but not the parameter")
+            self._optimizer.state[self._params[name]] = dict(state)
+
+    def _named(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        shared = [(alias, tensors[first]) for alias, first in self._aliases.items() if first in tensors]
+        return [*tensors.items(), *shared]
+
+    def _bucket_problems(self, bucket: Mapping[str, Any]) -> list[str]:
+        try:
+            dtype = dtype_of(bucket["dtype"])
+        except TensorError as error:
+            return [f"bucket {bucket['bucket']}: {error}"]
+        problems = []
+        room = bucket["bytes"] // dtype.itemsize
+        end = 0
+        for name, first, count in sorted(bucket["params"], key=lambda entry: entry[1]):
+            where = f"{name!r} in bucket {bucket['bucket']}"
+            param = self._params.get(name)
+            if param is None or name not in self._stepped:
+                problems.append(f"{where} is not a parameter of the seed's optimizer")
+            elif param.numel() != count:
+                problems.append(f"{where} has {count} elements, in the seed {param.numel()}")
+            elif param.dtype != dtype:
+                problems.append(f"{where} has {bucket['dtype']} gradients, but is {param.dtype}")
+            elif not end <= first <= first + count <= room:
+                problems.append(f"{where} at elements {first} to {first + count} overlaps another or the bucket's end")
+            end = first + count
+        return problems
+
+    def _set_gradients(self, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
+        for bucket in layout.buckets:
+            data, dtype = buckets[bucket["bucket"]], dtype_of(bucket["dtype"])
+            if data.nbytes != bucket["bytes"]:
+                raise Refusal(f"bucket {bucket['bucket']} has {data.nbytes} bytes, {bucket['bytes']} in the layout")
+            flat = torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+            for name, first, _ in bucket["params"]:
+                param = self._params[name]
+                # DDP puts gradients into a bucket in the parameter's own memory order.
+                param.grad = flat.as_strided(param.shape, param.stride(), first)
+
+
+def _steppable(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters for a step on a CPU: the same arithmetic without a CUDA graph."""
+    if fields.get("differentiable"):
+        raise Refusal("an optimizer with differentiable=True can't be followed")
+    return {**fields, "capturable": False} if "capturable" in fields else dict(fields)
