@@ -53,10 +53,10 @@ def _declarations() -> str:
     return re.sub(r"(?m)^#\s*(include|ifndef|endif).*$|^#define CHECKMATE_\w+_H$", "", text)
 
 
-ffi = FFI()
+ffi: Any = FFI()
 ffi.cdef(_LIBBPF)
 ffi.cdef(_declarations())
-constants = ffi.dlopen(None)
+constants: Any = ffi.dlopen(None)
 """Constants and enumerators of maps.h."""
 
 try:
