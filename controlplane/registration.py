@@ -1,0 +1,197 @@
+"""The registration server: shadows connect to it before training and stay connected while they are alive."""
+
+import asyncio
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from checkmate.controlplane import messages
+from checkmate.controlplane.loop import LoopThread
+from checkmate.controlplane.messages import Alive, Challenge, Placed, Refused, Register, Registered
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import ProtocolError
+from checkmate.topology import Topology
+
+_log = logging.getLogger("checkmate.registration")
+
+_SPARE_CONNECTIONS = 16
+"""Connections beyond two for each shadow: room for those that have not proved who they are yet."""
+
+
+class _Denied(Exception):
+    """The peer may not register; the text is for it and for the log."""
+
+
+@dataclass
+class _Session:
+    """A shadow's connection, from its registration on."""
+
+    writer: asyncio.StreamWriter
+    peer: str
+    since: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)
+    seeded: bool = False
+
+
+class RegistrationServer:
+    """Listens on ``topology.registrar`` from ``start`` to ``close``.
+
+    ``on_change`` is called, on the loop's thread, whenever the set of live shadows changes; it must not block.
+    """
+
+    def __init__(self, topology: Topology, token: bytes, loop: LoopThread, on_change: Callable[[], None]) -> None:
+        self._topology = topology
+        self._token = token
+        self._loop = loop
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._sessions: dict[str, _Session] = {}
+        self._mirrored: frozenset[str] = frozenset()
+        self._connections = 0
+        self._server: asyncio.Server | None = None
+
+    def start(self) -> None:
+        """Listen; raises CheckmateError when the address cannot be used."""
+        host, port = self._topology.registrar
+        try:
+            self._server = self._loop.call(asyncio.start_server(self._serve, host, port, limit=messages.MAX_MESSAGE))
+        except OSError as error:
+            raise CheckmateError(
+                f"registrar {self._topology.registrar}: {error.strerror}; "
+                "it must be an address of this machine, and the port free"
+            ) from None
+
+    def close(self) -> None:
+        """Stop listening and drop all shadows; can be called again."""
+        if self._server is not None:
+            self._loop.call(self._stop(self._server))
+            self._server = None
+
+    def live(self) -> frozenset[str]:
+        """Names of the shadows that are connected and heard of."""
+        with self._lock:
+            return frozenset(self._sessions)
+
+    def set_mirrored(self, shadows: frozenset[str]) -> None:
+        """Note to which shadows the switch makes copies; they are told with their next heartbeat."""
+        with self._lock:
+            self._mirrored = shadows
+
+    def status(self) -> dict[str, dict[str, object]]:
+        """For each shadow: live, seeded, mirrored and, when live, peer, since (Unix time) and silence_s."""
+        with self._lock:
+            sessions = dict(self._sessions)
+        return {
+            shadow.name: self._describe(shadow.name, sessions.get(shadow.name)) for shadow in self._topology.shadows
+        }
+
+    def _describe(self, name: str, session: _Session | None) -> dict[str, object]:
+        if session is None:
+            return {"live": False, "seeded": False, "mirrored": False}
+        return {
+            "live": True,
+            "seeded": session.seeded,
+            "mirrored": name in self._mirrored,
+            "peer": session.peer,
+            "since": session.since,
+            "silence_s": round(time.monotonic() - session.heard, 3),
+        }
+
+    async def _stop(self, server: asyncio.Server) -> None:
+        server.close()
+        for session in list(self._sessions.values()):
+            session.writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = "{}:{}".format(*writer.get_extra_info("peername"))
+        self._connections += 1
+        try:
+            if self._connections > 2 * len(self._topology.shadows) + _SPARE_CONNECTIONS:
+                _log.warning("%s: too many connections, closed", peer)
+            else:
+                await self._converse(reader, writer, peer)
+        except TimeoutError:
+            _log.warning("%s: silent for %g s, closed", peer, messages.DEAD_AFTER_S)
+        except ProtocolError as error:
+            _log.warning("%s: %s, closed", peer, error)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            _log.info("%s: closed by the peer", peer)
+        finally:
+            self._connections -= 1
+            writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+        try:
+            async with asyncio.timeout(messages.DEAD_AFTER_S):
+                name = await self._register(reader, writer)
+        except _Denied as denied:
+            _log.warning("%s: registration refused: %s", peer, denied)
+            async with asyncio.timeout(messages.DEAD_AFTER_S):
+                await messages.send(writer, Refused(str(denied)))
+                writer.close()
+                await writer.wait_closed()
+            return
+        session = _Session(writer, peer)
+        self._enter(name, session)
+        try:
+            await self._follow(name, session, reader)
+        finally:
+            self._leave(name, session)
+
+    async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        challenge = messages.new_nonce()
+        await messages.send(writer, Challenge(challenge))
+        said = await messages.receive(reader, Register)
+        if isinstance(said, Refused):
+            raise ProtocolError(f"the shadow refused: {said.reason}")
+        proof = messages.shadow_proof(self._token, challenge, said.job, said.shadow, said.macs, said.nonce)
+        if not hmac.compare_digest(proof, said.proof):
+            raise _Denied("wrong job token; give the shadow the token file of the job")
+        self._check(said)
+        await messages.send(writer, Registered(messages.server_proof(self._token, challenge, said.nonce)))
+        return said.shadow
+
+    def _check(self, said: Register) -> None:
+        if said.job != self._topology.job:
+            raise _Denied(f"job {said.job!r} is not run here, {self._topology.job!r} is; correct the topology file")
+        try:
+            shadow = self._topology.shadow(said.shadow)
+        except CheckmateError as error:
+            raise _Denied(str(error)) from None
+        macs = [nic.mac for nic in shadow.nics]
+        if said.macs != macs:
+            raise _Denied(
+                f"{said.shadow} has the ports {', '.join(said.macs)}, the topology says {', '.join(macs)}; correct it"
+            )
+
+    async def _follow(self, name: str, session: _Session, reader: asyncio.StreamReader) -> None:
+        while True:
+            async with asyncio.timeout(messages.DEAD_AFTER_S):
+                said = await messages.receive(reader, Alive)
+                if isinstance(said, Refused):
+                    return
+                session.heard, session.seeded = time.monotonic(), said.seeded
+                await messages.send(session.writer, Placed(name in self._mirrored))
+
+    def _enter(self, name: str, session: _Session) -> None:
+        """The newest connection of a shadow counts; an older one, perhaps of a dead process, is dropped."""
+        with self._lock:
+            before = self._sessions.get(name)
+            self._sessions[name] = session
+        if before is not None:
+            before.writer.transport.abort()
+        _log.info("%s registered from %s", name, session.peer)
+        self._on_change()
+
+    def _leave(self, name: str, session: _Session) -> None:
+        with self._lock:
+            if self._sessions.get(name) is not session:
+                return
+            del self._sessions[name]
+            self._mirrored -= {name}
+        _log.warning("%s at %s is gone", name, session.peer)
+        self._on_change()

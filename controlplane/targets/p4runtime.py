@@ -1,0 +1,99 @@
+"""A switch behind a P4Runtime server: the eBPF switch, BMv2 and Tofino alike."""
+
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from checkmate.controlplane import pre, tables
+from checkmate.controlplane.client import Client
+from checkmate.controlplane.target import Count, Counters, Kind, Update
+from checkmate.p4.shared.messages import p4info_pb2, p4runtime_pb2
+from google.protobuf import text_format
+
+from checkmate.plan import Entry, Key, Rules
+from checkmate.topology import Endpoint
+
+_KINDS = {
+    Kind.INSERT: p4runtime_pb2.Update.INSERT,
+    Kind.MODIFY: p4runtime_pb2.Update.MODIFY,
+    Kind.DELETE: p4runtime_pb2.Update.DELETE,
+}
+
+
+def load_p4info() -> Any:
+    """The P4Info that all targets' programs compile to."""
+    text = resources.files("checkmate.p4.shared").joinpath("checkmate.p4info.txtpb").read_text()
+    return text_format.Parse(text, p4info_pb2.P4Info())
+
+
+class P4RuntimeTarget:
+    """Implements ``Target``. ``device_config`` is what the target's compiler made of our program."""
+
+    def __init__(
+        self,
+        address: Endpoint,
+        device_id: int,
+        device_config: bytes = b"",
+        election_id: int = 1,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._info = load_p4info()
+        self._tables = tables.Tables(self._info)
+        self._device_config = device_config
+        self._client = Client(str(address), device_id, election_id, timeout_s)
+
+    def connect(self) -> None:
+        """See ``Target``."""
+        if self._client.connected:
+            return
+        self._client.connect()
+        cookie = self._cookie()
+        info, held = self._client.pipeline()
+        if info != self._info or held != cookie:
+            self._client.set_pipeline(self._info, self._device_config, cookie)
+
+    def read(self) -> Rules:
+        """See ``Target``."""
+        entries, groups = [], []
+        for entity in self._client.read([*self._tables.reads(), pre.read_all()]):
+            if entity.HasField("packet_replication_engine_entry"):
+                groups.append(pre.decode(entity.packet_replication_engine_entry))
+            elif not self._tables.is_initial(entity.table_entry):
+                entries.append(self._tables.decode(entity.table_entry))
+        return Rules.of(entries, groups)
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        """See ``Target``."""
+        self._client.write([(str(update), self._encode(update)) for update in updates])
+
+    def counters(self) -> Counters:
+        """See ``Target``."""
+        ports: dict[str, dict[int, Count]] = {name: {} for name in self._tables.counters.values()}
+        entries: dict[Key, Count] = {}
+        for entity in self._client.read(self._tables.counter_reads()):
+            if entity.HasField("table_entry"):
+                message = entity.table_entry
+                entries[self._tables.decode(message).key] = tables.count(message.counter_data)
+            elif any(value := tables.count(entity.counter_entry.data)):
+                ports[self._tables.counters[entity.counter_entry.counter_id]][entity.counter_entry.index.index] = value
+        return Counters(ports, entries)
+
+    def close(self) -> None:
+        """See ``Target``."""
+        self._client.close()
+
+    def _cookie(self) -> int:
+        """Tells our pipeline from every other."""
+        content = self._info.SerializeToString(deterministic=True) + self._device_config
+        return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+
+    def _encode(self, update: Update) -> Any:
+        message = p4runtime_pb2.Update(type=_KINDS[update.kind])
+        if isinstance(update.item, Entry):
+            message.entity.table_entry.CopyFrom(self._tables.encode(update.item, reset=update.kind is Kind.DELETE))
+            if not update.item.match:
+                message.type = p4runtime_pb2.Update.MODIFY
+        else:
+            message.entity.packet_replication_engine_entry.CopyFrom(pre.encode(update.item))
+        return message
