@@ -70,6 +70,8 @@ struct ckm_counters {
     uint64_t wakeups;       /* of the receive thread */
 };
 
+#pragma GCC visibility push(default)
+
 /* NULL when out of memory. */
 struct ckm_core *ckm_core_create(const struct ckm_core_config *config);
 void ckm_core_destroy(struct ckm_core *core);
@@ -94,5 +96,7 @@ int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t it
 void ckm_core_counters(struct ckm_core *core, struct ckm_counters *out);
 
 uint64_t ckm_now_us(void);
+
+#pragma GCC visibility pop
 
 #endif

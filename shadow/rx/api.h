@@ -7,6 +7,8 @@
 
 #include "../reassembly/api.h"
 
+#pragma GCC visibility push(default)
+
 struct ckm_ports;
 
 struct ckm_port_config {
@@ -22,5 +24,7 @@ struct ckm_port_config {
 struct ckm_ports *ckm_ports_open(struct ckm_core *core, const struct ckm_port_config *ports, uint32_t n,
                                  uint32_t memory_mb, int huge_pages, char *error, size_t error_size);
 void ckm_ports_close(struct ckm_ports *ports);
+
+#pragma GCC visibility pop
 
 #endif

@@ -1,13 +1,15 @@
 """The shadow's receiver: copies from the switch in, complete gradient buffers and damage reports out.
 
 All work is done in C (``rx/`` and ``reassembly/``): a thread receives, reassembles and places; ``Receiver.poll``
-hands over what became of it. Without interfaces the receiver is fed by hand (``feed``) and needs no DPDK.
+hands over what became of it. Without ports the receiver is fed by hand (``feed``) and needs no DPDK.
 """
 
-import re
+import functools
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,10 +18,13 @@ from cffi import FFI
 
 from checkmate.config import DSCP_TAG, CheckmateError, library
 
+_CORE = "libcheckmate_shadow_core.so"
+_WITH_PORTS = "libcheckmate_shadow.so"
 _POLL_SLICE_S = 0.2
 """Longest time in C without a look at Python's signals."""
-_EVENTS = 64
-_TEXT_BYTES = 4096
+_MAX_EVENTS = 64
+_ERROR_BYTES = 1024
+_MIN_MTU = 576
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class RxConfig:
     the present one. ``devargs``: PCI ports as EAL device arguments, for example ``0000:81:00.0``. ``mtu``: largest IP
     packet that arrives. ``sets``: iterations in flight at most. ``pool_bytes``: bound of all gradient buffers.
     ``reorder_bytes``: bound of what a flow holds out of order. ``gap_timeout_s``: how long a hole with later bytes
-    behind it may stay. ``ring_frames``: packets that the kernel holds for a port (None: enough for a full-speed burst).
-    ``memory_mb``, ``huge_pages``: DPDK's own memory, taken at the first receiver of a process.
+    behind it may stay, and how long a flow may wait for a free set. ``ring_frames``: packets that the kernel holds for
+    a port (None: enough for a full-speed burst). ``memory_mb``, ``huge_pages``: DPDK's own memory, taken at the first
+    receiver with ports of a process.
     """
 
     ifaces: Sequence[tuple[str, str | None]] = ()
@@ -47,6 +53,17 @@ class RxConfig:
     ring_frames: int | None = None
     memory_mb: int = 128
     huge_pages: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_op_bytes", "sets", "pool_bytes", "reorder_bytes", "max_flows", "memory_mb"):
+            if getattr(self, name) < 1:
+                raise CheckmateError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if not 0 < self.dscp < 64:
+            raise CheckmateError(f"dscp is {self.dscp}: it must be a non-zero mask of the 6-bit field")
+        if self.gap_timeout_s <= 0:
+            raise CheckmateError(f"gap_timeout_s is {self.gap_timeout_s}: it must be positive")
+        if not _MIN_MTU <= self.mtu <= 65535:
+            raise CheckmateError(f"mtu is {self.mtu}: it must be {_MIN_MTU} to 65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,7 @@ class OpComplete:
     comm_id: int
     coll_seq: int
     buffer_index: int
-    _address: Any = field(repr=False, compare=False)
+    _data: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,47 +110,171 @@ class Receiver:
     Raises CheckmateError when a port can't be opened: the text names the interface and what to do.
     """
 
-    def __init__(self, config: RxConfig) -> None: ...
+    def __init__(self, config: RxConfig) -> None:
+        with_ports = bool(config.ifaces or config.devargs)
+        self._ffi, self._lib = _load(_WITH_PORTS if with_ports else _CORE)
+        core_config = self._ffi.new(
+            "struct ckm_core_config *",
+            {
+                "max_op_bytes": config.max_op_bytes,
+                "pool_bytes": config.pool_bytes,
+                "reorder_bytes": config.reorder_bytes,
+                "gap_timeout_us": round(config.gap_timeout_s * 1e6),
+                "sets": config.sets,
+                "max_flows": config.max_flows,
+                "dscp": config.dscp,
+            },
+        )
+        # Freed when neither the receiver nor a view of a buffer needs it any more.
+        self._core = self._ffi.gc(self._lib.ckm_core_create(core_config), self._lib.ckm_core_destroy)
+        self._closed = False
+        self._stop_ports = weakref.finalize(self, self._lib.ckm_ports_close, self._open(config)) if with_ports else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, config: RxConfig) -> Any:
+        new = self._ffi.new
+        names = [new("char[]", name.encode()) for name in (*(i[0] for i in config.ifaces), *config.devargs)]
+        spaces = [
+            new("char[]", str(_netns_path(netns)).encode()) if netns else self._ffi.NULL for _, netns in config.ifaces
+        ]
+        ports = new("struct ckm_port_config[]", len(names))
+        for i, (port, name) in enumerate(zip(ports, names, strict=True)):
+            port.name = name
+            port.pci = i >= len(spaces)
+            port.netns = self._ffi.NULL if port.pci else spaces[i]
+            port.mtu = config.mtu
+            port.ring_frames = config.ring_frames or 0
+        error = new("char[]", _ERROR_BYTES)
+        opened = self._lib.ckm_ports_open(
+            self._core, ports, len(names), config.memory_mb, config.huge_pages, error, _ERROR_BYTES
+        )
+        if not opened:
+            raise CheckmateError(self._text(error))
+        return opened
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Events so far, waiting up to ``timeout_s`` for the first; the wait is in C, without the GIL."""
-        ...
+        events = self._ffi.new("struct ckm_event[]", _MAX_EVENTS)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            wait_s = min(max(deadline - time.monotonic(), 0), _POLL_SLICE_S)
+            n = self._lib.ckm_core_poll(self._live_core(), events, _MAX_EVENTS, round(wait_s * 1e6))
+            if n or time.monotonic() >= deadline:
+                return [self._event(events[i]) for i in range(n)]
+
+    def _event(self, event: Any) -> Event:
+        if event.kind == self._lib.CKM_EVENT_DAMAGE:
+            return Damage(
+                incarnation=event.incarnation,
+                iteration=event.iteration if event.has_iteration else None,
+                bucket=event.bucket if event.has_bucket else None,
+                reason=self._text(event.reason),
+                where=self._text(event.where),
+            )
+        return OpComplete(
+            incarnation=event.incarnation,
+            iteration=event.iteration,
+            bucket=event.bucket,
+            datatype=event.datatype,
+            count=event.count,
+            nbytes=event.bytes,
+            comm_id=event.comm_id,
+            coll_seq=event.coll_seq,
+            buffer_index=event.op,
+            _data=event.data,
+        )
 
     def buffer(self, op: OpComplete) -> memoryview:
         """The operation's bytes in place, writable and not copied; valid until ``release``."""
-        ...
+        core = self._live_core()
+        # The view keeps the core, and so the memory, alive even when the receiver is closed first.
+        data = self._ffi.gc(op._data, lambda _data, _core=core: None)
+        return memoryview(self._ffi.buffer(data, op.nbytes))
 
     def release(self, op: OpComplete) -> None:
         """Give the buffer back. Raises CheckmateError when it was given back before."""
-        ...
+        if self._lib.ckm_core_release(self._live_core(), op.buffer_index):
+            raise CheckmateError(
+                f"buffer {op.buffer_index} (iteration {op.iteration}, bucket {op.bucket}) was released before"
+            )
 
     def set_incarnation(self, incarnation: int) -> None:
         """Take frames of this incarnation from now on (0, as at first: of none); others are counted as stale.
 
         What was complete stays valid until released; what was not is forgotten.
         """
-        ...
+        self._lib.ckm_core_set_incarnation(self._live_core(), incarnation)
 
     def discard(self, iteration: int) -> None:
         """Forget what is incomplete of iterations up to this one, for example after a reseed; no Damage is raised."""
-        ...
+        self._lib.ckm_core_discard(self._live_core(), iteration)
 
     def incomplete(self, incarnation: int, iteration: int) -> str:
         """What is missing of an iteration, as text; empty when no operation of it is known to be incomplete."""
-        ...
+        size = 1024
+        while True:
+            text = self._ffi.new("char[]", size)
+            needed = self._lib.ckm_core_incomplete(self._live_core(), incarnation, iteration, text, size)
+            if needed < size:
+                return self._text(text)
+            size = needed + 1024
 
     def counters(self) -> dict[str, int]:
         """Counters since the start; ``reassembly/api.h`` describes each."""
-        ...
+        counters = self._ffi.new("struct ckm_counters *")
+        self._lib.ckm_core_counters(self._live_core(), counters)
+        return {name: getattr(counters, name) for name, _ in self._ffi.typeof(counters[0]).fields}
 
     def feed(self, packet: bytes, now_s: float | None = None) -> None:
         """Take one Ethernet frame as if it had arrived on a port, at ``now_s`` (None: now, monotonic)."""
-        ...
+        packets = self._ffi.new("uint8_t *[]", [self._ffi.from_buffer(packet)])
+        self._lib.ckm_core_feed(self._live_core(), packets, [len(packet)], 1, self._microseconds(now_s))
 
     def tick(self, now_s: float | None = None) -> None:
         """Give up holes older than the time-out; with ports the receive thread does this by itself."""
-        ...
+        self._lib.ckm_core_tick(self._live_core(), self._microseconds(now_s))
 
     def close(self) -> None:
         """Stop the ports. Buffers stay valid as long as a memoryview of them is in use."""
-        ...
+        self._closed = True
+        if self._stop_ports:
+            self._stop_ports()
+
+    def _live_core(self) -> Any:
+        if self._closed:
+            raise CheckmateError("the receiver is closed")
+        return self._core
+
+    def _microseconds(self, now_s: float | None) -> int:
+        return int(self._lib.ckm_now_us()) if now_s is None else round(now_s * 1e6)
+
+    def _text(self, chars: Any) -> str:
+        raw: bytes = self._ffi.string(chars)
+        return raw.decode(errors="replace")
+
+
+def _netns_path(netns: str) -> Path:
+    return Path(netns) if "/" in netns else Path("/run/netns") / netns
+
+
+@functools.cache
+def _load(name: str) -> tuple[FFI, Any]:
+    try:
+        path = library(name)
+    except CheckmateError as error:
+        if name == _WITH_PORTS:
+            raise CheckmateError(f"{error} (ports need DPDK: on Debian `apt install libdpdk-dev dpdk`)") from None
+        raise
+    ffi = FFI()
+    headers = ["reassembly/api.h"] + ["rx/api.h"] * (name == _WITH_PORTS)
+    for header in headers:
+        text = (resources.files("checkmate.shadow") / header).read_text()
+        ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    return ffi, ffi.dlopen(str(path))

@@ -1,0 +1,166 @@
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+uint64_t ckm_now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
+}
+
+struct ckm_core *ckm_core_create(const struct ckm_core_config *config)
+{
+    struct ckm_core *core = calloc(1, sizeof *core);
+    if (!core)
+        return NULL;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&core->event, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&core->lock, NULL);
+    core->config = *config;
+    core->pool.limit = config->pool_bytes;
+    return core;
+}
+
+void ckm_core_destroy(struct ckm_core *core)
+{
+    ckm_flows_reset(core);
+    ckm_ops_free(core);
+    ckm_layouts_clear(&core->layouts);
+    ckm_pool_free(&core->pool);
+    ckm_events_clear(&core->events);
+    pthread_cond_destroy(&core->event);
+    pthread_mutex_destroy(&core->lock);
+    free(core);
+}
+
+/* After anything that may have freed a set or raised an event; unlocks. */
+static void settle_and_unlock(struct ckm_core *core, uint64_t now_us)
+{
+    ckm_flows_retry(core, now_us);
+    if (ckm_events_waiting(&core->events))
+        pthread_cond_signal(&core->event);
+    pthread_mutex_unlock(&core->lock);
+}
+
+static void feed_one(struct ckm_core *core, const uint8_t *packet, uint32_t length, uint64_t now_us)
+{
+    struct ckm_segment segment;
+    switch (ckm_packet_parse(packet, length, core->config.dscp, &segment)) {
+    case CKM_PACKET_COPY:
+        core->counters.packets++;
+        core->counters.bytes += segment.length;
+        ckm_flows_segment(core, &segment, now_us);
+        return;
+    case CKM_PACKET_OTHER:
+        core->counters.other++;
+        return;
+    case CKM_PACKET_MALFORMED:
+        core->counters.malformed++;
+        return;
+    case CKM_PACKET_TRUNCATED:
+        core->counters.truncated++;
+        return;
+    }
+}
+
+void ckm_core_feed(struct ckm_core *core, const uint8_t *const *packets, const uint32_t *lengths, uint32_t n,
+                   uint64_t now_us)
+{
+    pthread_mutex_lock(&core->lock);
+    for (uint32_t i = 0; i < n; i++)
+        feed_one(core, packets[i], lengths[i], now_us);
+    settle_and_unlock(core, now_us);
+}
+
+uint64_t ckm_core_tick(struct ckm_core *core, uint64_t now_us)
+{
+    pthread_mutex_lock(&core->lock);
+    uint64_t next = ckm_flows_tick(core, now_us);
+    settle_and_unlock(core, now_us);
+    return next;
+}
+
+static struct timespec deadline_after(uint64_t timeout_us)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    uint64_t ns = (uint64_t)at.tv_nsec + timeout_us % 1000000u * 1000u;
+    at.tv_sec += (time_t)(timeout_us / 1000000u + ns / 1000000000u);
+    at.tv_nsec = (long)(ns % 1000000000u);
+    return at;
+}
+
+int ckm_core_poll(struct ckm_core *core, struct ckm_event *out, int max, uint64_t timeout_us)
+{
+    struct timespec deadline = deadline_after(timeout_us);
+    int n = 0;
+    pthread_mutex_lock(&core->lock);
+    while (!ckm_events_waiting(&core->events))
+        if (pthread_cond_timedwait(&core->event, &core->lock, &deadline))
+            break;
+    while (n < max && ckm_events_get(&core->events, &out[n]))
+        n++;
+    pthread_mutex_unlock(&core->lock);
+    return n;
+}
+
+int ckm_core_release(struct ckm_core *core, uint64_t op)
+{
+    pthread_mutex_lock(&core->lock);
+    int result = ckm_ops_release(core, op);
+    settle_and_unlock(core, ckm_now_us());
+    return result;
+}
+
+void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation)
+{
+    pthread_mutex_lock(&core->lock);
+    if (incarnation != core->incarnation) {
+        ckm_ops_reset(core);
+        ckm_flows_reset(core);
+        core->incarnation = incarnation;
+        core->late_iteration = 0;
+    }
+    settle_and_unlock(core, ckm_now_us());
+}
+
+void ckm_core_discard(struct ckm_core *core, uint64_t iteration)
+{
+    pthread_mutex_lock(&core->lock);
+    ckm_ops_discard(core, iteration);
+    settle_and_unlock(core, ckm_now_us());
+}
+
+int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size)
+{
+    size_t used = 0;
+    pthread_mutex_lock(&core->lock);
+    if (size)
+        out[0] = 0;
+    for (const struct ckm_op *op = core->ops.first; op; op = op->next) {
+        if (op->incarnation != incarnation || op->iteration != iteration)
+            continue;
+        if (op->state != CKM_OP_FILLING && op->state != CKM_OP_DAMAGED)
+            continue;
+        ckm_append(out, size, &used, "%s", used ? "\n" : "");
+        ckm_op_describe_missing(op, out, size, &used);
+    }
+    if (used)
+        ckm_flows_describe(core, out, size, &used);
+    pthread_mutex_unlock(&core->lock);
+    return (int)used;
+}
+
+void ckm_core_counters(struct ckm_core *core, struct ckm_counters *out)
+{
+    pthread_mutex_lock(&core->lock);
+    *out = core->counters;
+    out->pool_used = core->pool.used;
+    pthread_mutex_unlock(&core->lock);
+}

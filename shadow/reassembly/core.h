@@ -1,0 +1,23 @@
+/* The receive core's state; everything in it is guarded by its lock. */
+#ifndef CHECKMATE_REASSEMBLY_CORE_H
+#define CHECKMATE_REASSEMBLY_CORE_H
+
+#include <pthread.h>
+
+#include "flow.h"
+
+struct ckm_core {
+    pthread_mutex_t lock;
+    pthread_cond_t event;
+    struct ckm_core_config config;
+    uint32_t incarnation;
+    uint64_t late_iteration; /* that damage was last raised for because it came too late */
+    struct ckm_counters counters;
+    struct ckm_events events;
+    struct ckm_pool pool;
+    struct ckm_layout *layouts;
+    struct ckm_ops ops;
+    struct ckm_flows flows;
+};
+
+#endif
