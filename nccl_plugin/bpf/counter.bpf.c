@@ -92,4 +92,4 @@ int counter(struct bpf_sock_ops *ops)
     return 1;
 }
 
-char license[] SEC("license") = "GPL";
+char _license[] SEC("license") = "GPL";
