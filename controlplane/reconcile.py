@@ -7,10 +7,11 @@ point: the next one reads what is there and carries on.
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from checkmate.controlplane.target import Kind, Target, TargetError, Update
 
-from checkmate.plan import HEARTBEAT, Entry, Item, Multicast, Rules, diff
+from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Item, Multicast, Rules, diff
 
 BATCH = 256
 """Updates in one request at most."""
@@ -18,13 +19,22 @@ BATCH = 256
 _log = logging.getLogger("checkmate.reconcile")
 
 
-def reconcile(target: Target, wanted: Rules) -> int:
-    """Make the switch hold exactly ``wanted``; returns the number of updates, 0 when all was as it must be.
+@dataclass(frozen=True)
+class Outcome:
+    """``written``: updates made, 0 when all was as it must be; ``dangling``: entries found that led to no group."""
+
+    written: int
+    dangling: tuple[Entry, ...]
+
+
+def reconcile(target: Target, wanted: Rules) -> Outcome:
+    """Make the switch hold exactly ``wanted``.
 
     Raises TargetError when the switch refuses an update or does not hold what it accepted.
     """
     current = target.read()
-    for entry in current.dangling():
+    dangling = current.dangling()
+    for entry in dangling:
         _log.warning("the switch holds an entry for a multicast group that does not exist, repairing: %s", entry)
     written = 0
     for batch in batches(current, wanted):
@@ -32,7 +42,7 @@ def reconcile(target: Target, wanted: Rules) -> int:
         written += len(batch)
     if written and (left := diff(target.read(), wanted)):
         raise TargetError(f"the switch accepted all updates but holds something else (- held, + wanted):\n{left}")
-    return written
+    return Outcome(written, dangling)
 
 
 def batches(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
@@ -45,14 +55,20 @@ def batches(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
 def _steps(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
     held: dict[object, Item] = {item.key: item for item in current.items}
     misled = _misled(current, wanted)
-    # 1. What forwards without copying, and what makes copies right before there are any.
-    yield list(_writes(held, (entry for entry in wanted.entries if not _refers(entry))))
-    # 2. Entries whose group is missing or about to lead elsewhere: without them traffic is forwarded by address.
+    forwarding = [entry for entry in wanted.entries if entry.table == L2_FORWARD]
+    copying = [entry for entry in wanted.entries if entry.table != L2_FORWARD]
+    flooded = {entry.group for entry in forwarding}
+
+    # What training needs comes first: whatever the switch refuses later, its traffic flows.
+    yield list(_writes(held, (entry for entry in forwarding if not _refers(entry))))
     yield [_remove(held, entry) for entry in misled]
-    # 3. Groups, 4. what refers to them.
+    yield list(_writes(held, (group for group in wanted.groups if group.id in flooded)))
+    yield list(_writes(held, (entry for entry in forwarding if _refers(entry))))
+    # What makes copies right comes before what makes copies.
+    yield list(_writes(held, (entry for entry in copying if not _refers(entry))))
     yield list(_writes(held, wanted.groups))
-    yield list(_writes(held, (entry for entry in wanted.entries if _refers(entry))))
-    # 5. What the plan no longer holds, users before what they use.
+    yield list(_writes(held, copying))
+    # What the plan no longer holds goes last, users before what they use.
     keys = {item.key for item in wanted.items}
     stale = [item for item in held.values() if item.key not in keys]
     yield [_remove(held, item) for item in stale if _refers(item)]
@@ -64,7 +80,10 @@ def _refers(item: Item) -> bool:
 
 
 def _misled(current: Rules, wanted: Rules) -> list[Entry]:
-    """Copying entries that refer to no group, or to one whose number means another destination in ``wanted``."""
+    """Copying entries that refer to no group, or to one whose number means another destination in ``wanted``.
+
+    Without them their traffic is forwarded by address.
+    """
     before = {group.id: group.forwarding for group in current.groups}
     after = {group.id: group.forwarding for group in wanted.groups}
     entries = [entry for entry in current.entries if entry.table == HEARTBEAT and entry.group is not None]

@@ -1,8 +1,10 @@
 """Table entries between the plan's words and P4Runtime's: every id and width comes from the P4Info, by name."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from checkmate.controlplane.target import Count, TargetError
+from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import p4info_pb2, p4runtime_pb2
 
 from checkmate.plan import Entry, Ternary
@@ -58,9 +60,13 @@ class Tables:
             )
         ]
 
-    def counter_reads(self) -> list[Any]:
-        """Entities that together ask for all counters."""
-        cells = [p4runtime_pb2.CounterEntry(counter_id=number) for number in self.counters]
+    def counter_reads(self, ports: Sequence[int]) -> list[Any]:
+        """Entities that together ask for all counters of ``ports`` and of entries."""
+        cells = [
+            p4runtime_pb2.CounterEntry(counter_id=number, index=p4runtime_pb2.Index(index=port))
+            for number in self.counters
+            for port in ports
+        ]
         entries = [
             p4runtime_pb2.TableEntry(table_id=number, counter_data=p4runtime_pb2.CounterData())
             for number in self._counted
@@ -142,10 +148,9 @@ def _of(known: dict[str, Any], name: str, where: str) -> Any:
 
 
 def _bytes(field: Any, value: int) -> bytes:
-    """P4Runtime's canonical form: big-endian, as short as can be, one byte at least."""
     if not 0 <= value < 1 << field.bitwidth:
         raise TargetError(f"{field.name}: {value} does not fit in {field.bitwidth} bits")
-    return value.to_bytes(max(1, (value.bit_length() + 7) // 8), "big")
+    return p4info.encode(value)
 
 
 def _number(value: bytes) -> int:

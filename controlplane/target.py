@@ -66,8 +66,8 @@ class Target(Protocol):
     def apply(self, updates: Sequence[Update]) -> None:
         """Make the changes, in any order; those that can be made are made even when others are refused."""
 
-    def counters(self) -> Counters:
-        """Values of all counters."""
+    def counters(self, ports: Sequence[int]) -> Counters:
+        """Values of the counters of ``ports`` and of all counted entries."""
 
     def close(self) -> None:
         """Let go of the switch; what it holds stays."""

@@ -2,14 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from checkmate.controlplane import pre, tables
 from checkmate.controlplane.client import Client
 from checkmate.controlplane.target import Count, Counters, Kind, Update
-from checkmate.p4.shared.messages import p4info_pb2, p4runtime_pb2
-from google.protobuf import text_format
+from checkmate.p4.shared import p4info
+from checkmate.p4.shared.messages import p4runtime_pb2
 
 from checkmate.plan import Entry, Key, Rules
 from checkmate.topology import Endpoint
@@ -19,12 +18,6 @@ _KINDS = {
     Kind.MODIFY: p4runtime_pb2.Update.MODIFY,
     Kind.DELETE: p4runtime_pb2.Update.DELETE,
 }
-
-
-def load_p4info() -> Any:
-    """The P4Info that all targets' programs compile to."""
-    text = resources.files("checkmate.p4.shared").joinpath("checkmate.p4info.txtpb").read_text()
-    return text_format.Parse(text, p4info_pb2.P4Info())
 
 
 class P4RuntimeTarget:
@@ -38,7 +31,7 @@ class P4RuntimeTarget:
         election_id: int = 1,
         timeout_s: float = 5.0,
     ) -> None:
-        self._info = load_p4info()
+        self._info = p4info.load()
         self._tables = tables.Tables(self._info)
         self._device_config = device_config
         self._client = Client(str(address), device_id, election_id, timeout_s)
@@ -67,17 +60,17 @@ class P4RuntimeTarget:
         """See ``Target``."""
         self._client.write([(str(update), self._encode(update)) for update in updates])
 
-    def counters(self) -> Counters:
+    def counters(self, ports: Sequence[int]) -> Counters:
         """See ``Target``."""
-        ports: dict[str, dict[int, Count]] = {name: {} for name in self._tables.counters.values()}
+        values: dict[str, dict[int, Count]] = {name: {} for name in self._tables.counters.values()}
         entries: dict[Key, Count] = {}
-        for entity in self._client.read(self._tables.counter_reads()):
+        for entity in self._client.read(self._tables.counter_reads(ports)):
             if entity.HasField("table_entry"):
                 message = entity.table_entry
                 entries[self._tables.decode(message).key] = tables.count(message.counter_data)
             elif any(value := tables.count(entity.counter_entry.data)):
-                ports[self._tables.counters[entity.counter_entry.counter_id]][entity.counter_entry.index.index] = value
-        return Counters(ports, entries)
+                values[self._tables.counters[entity.counter_entry.counter_id]][entity.counter_entry.index.index] = value
+        return Counters(values, entries)
 
     def close(self) -> None:
         """See ``Target``."""

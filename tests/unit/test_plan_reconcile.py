@@ -1,6 +1,7 @@
 """From any state that an interrupted controller may have left, reconciling ends at the plan, and is safe on the way."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from checkmate.controlplane.reconcile import BATCH, batches, reconcile
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate import config
-from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
+from checkmate.plan import FLOOD, FLOOD_GROUP, HEARTBEAT, L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
 from checkmate.topology import Topology
 
 SHADOWS = ("shadow0", "shadow1")
@@ -105,7 +106,7 @@ def test_any_interrupted_plan_then_another_ends_exactly_there(first: Plan, secon
     interrupted(target, first.rules, stop, seed)
     interrupted(target, second.rules, -1, seed)
     assert target.read() == second.rules
-    assert reconcile(target, second.rules) == 0
+    assert reconcile(target, second.rules).written == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,10 +148,10 @@ def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> N
 
 def test_restart_of_the_switch_is_repaired() -> None:
     plan, target = make_plan(topology(4), {"shadow0"}), FakeTarget()
-    written = reconcile(target, plan.rules)
+    written = reconcile(target, plan.rules).written
     assert written == len(plan.rules.entries) + len(plan.rules.groups)
     target.restart()
-    assert reconcile(target, plan.rules) == written
+    assert reconcile(target, plan.rules).written == written
     assert target.read() == plan.rules
 
 
@@ -158,7 +159,7 @@ def test_only_the_difference_is_written() -> None:
     target = FakeTarget()
     reconcile(target, make_plan(topology(4), {"shadow0"}).rules)
     # Each of the 4 · 2 used groups but one side for rank 0's own port gains a member: 3 of rank 0 and 4 of the others.
-    assert reconcile(target, make_plan(topology(4), {"shadow0", "shadow1"}).rules) == 3 + 4
+    assert reconcile(target, make_plan(topology(4), {"shadow0", "shadow1"}).rules).written == 3 + 4
 
 
 class Broken(FakeTarget):
@@ -171,7 +172,7 @@ class Broken(FakeTarget):
 
     repaired = False
 
-    def apply(self, updates: list[Update]) -> None:  # type: ignore[override]
+    def apply(self, updates: Sequence[Update]) -> None:
         self.repaired |= any(update.kind is Kind.DELETE and update.item.key[0] == HEARTBEAT for update in updates)  # type: ignore[index]
         super().apply([update for update in updates if update.kind is not Kind.DELETE])
 
@@ -181,9 +182,30 @@ MATCH = (("ingress_port", 7), ("ethernet.dst_addr", 0x02_00_00_00_00_07))
 
 def test_an_entry_for_a_missing_group_raises_the_alarm_and_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     target, plan = Broken(), make_plan(topology(2), {"shadow0"})
-    reconcile(target, plan.rules)
+    outcome = reconcile(target, plan.rules)
+    assert [entry.match for entry in outcome.dangling] == [MATCH]
     assert "multicast group that does not exist" in caplog.text
     assert target.read() == plan.rules
+
+
+class Picky(FakeTarget):
+    """A switch that refuses shadow ports, as ours does when a checksum offload is left on."""
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        refused = [update for update in updates if "shadow_port" in str(update)]
+        super().apply([update for update in updates if update not in refused])
+        if refused:
+            raise TargetError(f"refused: {refused[0]}")
+
+
+def test_training_is_forwarded_and_nothing_copied_when_shadow_ports_are_refused() -> None:
+    target, plan = Picky(), make_plan(topology(3), set(SHADOWS))
+    with pytest.raises(TargetError, match="shadow_port"):
+        reconcile(target, plan.rules)
+    held = target.read()
+    assert_forwards(held, plan)
+    assert {entry.table for entry in held.entries if entry.group} == {L2_FORWARD}
+    assert Entry(L2_FORWARD, (), FLOOD, (("group", FLOOD_GROUP),)) in held.entries
 
 
 class Forgetful(FakeTarget):

@@ -1,0 +1,125 @@
+"""What only a target behind a network can get wrong: connections, arbitration, pipeline, counters."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from checkmate.controlplane.reconcile import reconcile
+from checkmate.controlplane.target import Count, Kind, TargetError, UnreachableError, Update
+from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
+from checkmate.p4.ebpf import datapath
+from checkmate.p4.ebpf.fake import FakeDatapath
+from checkmate.p4.ebpf.p4runtime_server import Server
+
+from checkmate.plan import HEARTBEAT, REPLICATE, Entry, Multicast, Replica, Rules
+from checkmate.topology import Endpoint
+
+MATCH = (("ingress_port", 1), ("ethernet.dst_addr", 0x02_00_00_00_00_02))
+RULES = Rules.of([Entry(HEARTBEAT, MATCH, REPLICATE, (("group", 2),))], [Multicast(2, (Replica(2, 0), Replica(3, 1)))])
+
+
+@pytest.fixture
+def path() -> FakeDatapath:
+    return FakeDatapath(range(1, 5))
+
+
+@pytest.fixture
+def server(path: FakeDatapath) -> Iterator[Server]:
+    with Server(path, "127.0.0.1:0", device_id=1) as server:
+        yield server
+
+
+def connect(server: Server, **options: int) -> P4RuntimeTarget:
+    target = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), timeout_s=2, **({"device_id": 1} | options))
+    target.connect()
+    return target
+
+
+def test_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    target = P4RuntimeTarget(Endpoint("127.0.0.1", port), device_id=1, timeout_s=2)
+    with pytest.raises(UnreachableError, match=f"127.0.0.1:{port}"):
+        target.connect()
+    target.close()
+
+
+def test_a_peer_that_never_answers_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = P4RuntimeTarget(Endpoint(*silent.getsockname()), device_id=1, timeout_s=0.5)
+        start = time.monotonic()
+        with pytest.raises(UnreachableError):
+            target.connect()
+        assert time.monotonic() - start < 4
+        target.close()
+
+
+def test_another_primary_is_respected_until_it_goes(server: Server) -> None:
+    first = connect(server, election_id=2)
+    with pytest.raises(TargetError, match="another primary controller"):
+        connect(server, election_id=1)
+    first.close()
+    second = connect(server, election_id=2)
+    assert second.read() == Rules()
+    second.close()
+
+
+def test_a_higher_election_id_takes_over_and_the_other_cannot_write(server: Server) -> None:
+    first, second = connect(server, election_id=1), connect(server, election_id=2)
+    reconcile(second, RULES)
+    with pytest.raises(TargetError, match="PERMISSION_DENIED"):
+        first.apply([Update(Kind.DELETE, RULES.entries[0])])
+    assert second.read() == RULES
+    first.close()
+    second.close()
+
+
+def test_the_wrong_device_is_refused(server: Server) -> None:
+    with pytest.raises(TargetError, match="there is no device 7"):
+        connect(server, device_id=7)
+
+
+def test_a_pipeline_that_runs_is_left_alone_and_another_one_is_replaced(server: Server) -> None:
+    target = connect(server)
+    reconcile(target, RULES)
+    target.close()
+    again = connect(server)
+    assert again.read() == RULES
+    again.close()
+    other = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), 1, device_config=b"another build", timeout_s=2)
+    other.connect()
+    assert other.read() == Rules()
+    other.close()
+
+
+def test_names_and_values_that_the_pipeline_does_not_have(server: Server) -> None:
+    target = connect(server)
+    for entry, text in (
+        (Entry("CheckmateIngress.nothing", MATCH, REPLICATE), "no 'CheckmateIngress.nothing'"),
+        (Entry(HEARTBEAT, (("colour", 1),), REPLICATE), "no 'colour'"),
+        (Entry(HEARTBEAT, MATCH, REPLICATE, (("group", 1 << 16),)), "65536 does not fit in 16 bits"),
+        (Entry(HEARTBEAT, (("ingress_port", 512),), REPLICATE), "512 does not fit in 9 bits"),
+    ):
+        with pytest.raises(TargetError, match=text):
+            target.apply([Update(Kind.INSERT, entry)])
+    target.close()
+
+
+def test_counters_by_name_and_port_and_by_entry(server: Server, path: FakeDatapath) -> None:
+    target = connect(server)
+    reconcile(target, RULES)
+    path.counts[datapath.Counter.COPIES_OUT, 3] = datapath.Count(5, 700)
+    path.heartbeat_counts[1, bytes.fromhex("020000000002")] = datapath.Count(5, 720)
+    counters = target.counters([1, 2, 3, 4])
+    assert counters.ports["CheckmateEgress.copies_out"] == {3: Count(5, 700)}
+    assert counters.ports["CheckmateIngress.tagged_in"] == {}
+    assert counters.entries == {RULES.entries[0].key: Count(5, 720)}
+    target.close()
+
+
+def test_no_thread_and_no_connection_is_left(server: Server) -> None:
+    for _ in range(3):
+        connect(server).close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "p4runtime-stream"]
