@@ -67,7 +67,7 @@ struct ckm_counters {
     uint64_t held_bytes;    /* out-of-order bytes held now */
     uint64_t pool_used;     /* bytes of gradient buffers now */
     uint64_t driver_drops;  /* dropped between driver and receiver */
-    uint64_t wakeups;       /* of the receive thread */
+    uint64_t wakeups;       /* times that the receive thread found nothing and slept */
 };
 
 #pragma GCC visibility push(default)
@@ -82,6 +82,11 @@ void ckm_core_feed(struct ckm_core *core, const uint8_t *const *packets, const u
 /* Gives up holes and stalls that are older than the time-out. Call it when no packet is waiting. Returns the
  * microseconds until it has something to do, UINT64_MAX for nothing. */
 uint64_t ckm_core_tick(struct ckm_core *core, uint64_t now_us);
+
+/* For who feeds: tells that no packet is waiting, and how many were lost in front of the core since the last call. */
+void ckm_core_note_idle(struct ckm_core *core, uint64_t drops);
+/* Raises damage that no stream shows, of no known iteration. */
+void ckm_core_report(struct ckm_core *core, const char *reason, const char *where);
 
 /* Waits until an event is there, at most timeout_us; returns the number written to out. */
 int ckm_core_poll(struct ckm_core *core, struct ckm_event *out, int max, uint64_t timeout_us);

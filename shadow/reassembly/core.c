@@ -86,6 +86,21 @@ uint64_t ckm_core_tick(struct ckm_core *core, uint64_t now_us)
     return next;
 }
 
+void ckm_core_note_idle(struct ckm_core *core, uint64_t drops)
+{
+    pthread_mutex_lock(&core->lock);
+    core->counters.driver_drops += drops;
+    core->counters.wakeups++;
+    pthread_mutex_unlock(&core->lock);
+}
+
+void ckm_core_report(struct ckm_core *core, const char *reason, const char *where)
+{
+    pthread_mutex_lock(&core->lock);
+    ckm_damage(core, core->incarnation, NULL, NULL, reason, where);
+    settle_and_unlock(core, ckm_now_us());
+}
+
 static struct timespec deadline_after(uint64_t timeout_us)
 {
     struct timespec at;

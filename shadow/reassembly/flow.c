@@ -23,10 +23,12 @@ static void describe(const struct ckm_flow *flow, char text[FLOW_TEXT])
 static void append_causes(const struct ckm_core *core, char *out, size_t size, size_t *used)
 {
     if (core->counters.truncated)
-        ckm_append(out, size, used, "; %" PRIu64 " packets arrived truncated: turn segmentation offload off at the switch",
+        ckm_append(out, size, used,
+                   "; %" PRIu64 " packets arrived truncated: turn segmentation offload off at the switch",
                    core->counters.truncated);
     if (core->counters.driver_drops)
-        ckm_append(out, size, used, "; the receive ring dropped %" PRIu64 " packets so far", core->counters.driver_drops);
+        ckm_append(out, size, used, "; the receive ring dropped %" PRIu64 " packets so far",
+                   core->counters.driver_drops);
 }
 
 static int is_filling(const struct ckm_flow *flow)
@@ -465,8 +467,7 @@ static struct ckm_flow *find_flow(struct ckm_core *core, const struct ckm_flow_k
 static int is_new_connection(const struct ckm_flow *flow, const struct ckm_segment *segment)
 {
     struct ckm_frame first;
-    if (segment->seq != 0 || !flow->identified || segment->length < sizeof first ||
-        !ckm_header_intact(segment->data))
+    if (segment->seq != 0 || !flow->identified || segment->length < sizeof first || !ckm_header_intact(segment->data))
         return 0;
     memcpy(&first, segment->data, sizeof first);
     if (first.incarnation != flow->incarnation || first.comm_id != flow->comm_id)
@@ -551,13 +552,14 @@ void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, siz
         char text[FLOW_TEXT];
         describe(flow, text);
         if (flow->blocked_us)
-            ckm_append(out, size, used, "\n%s: waits for a free gradient set at byte %" PRIu64, text, flow->next_offset);
+            ckm_append(out, size, used, "\n%s: waits for a free gradient set at byte %" PRIu64, text,
+                       flow->next_offset);
         else if (flow->held.first)
-            ckm_append(out, size, used, "\n%s: bytes %" PRIu64 "..%" PRIu64 " have not arrived", text, flow->next_offset,
-                       flow->held.first->offset);
+            ckm_append(out, size, used, "\n%s: bytes %" PRIu64 "..%" PRIu64 " have not arrived", text,
+                       flow->next_offset, flow->held.first->offset);
         else if (flow->state == CKM_FLOW_PAYLOAD)
-            ckm_append(out, size, used, "\n%s: bytes %" PRIu64 "..%" PRIu64 " have not arrived", text, flow->next_offset,
-                       flow->next_offset + flow->left);
+            ckm_append(out, size, used, "\n%s: bytes %" PRIu64 "..%" PRIu64 " have not arrived", text,
+                       flow->next_offset, flow->next_offset + flow->left);
         else if (flow->state == CKM_FLOW_SEEK)
             ckm_append(out, size, used, "\n%s: no valid frame since byte %" PRIu64, text, flow->lost_from);
     }

@@ -50,8 +50,9 @@ static int check_place(const struct ckm_frame *h, char *error, size_t size)
     struct ckm_place place = ckm_place(h->step, h->slices_per_chunk, h->ring_pos, h->nranks);
     /* First's rounds after 0 are copies of what last tags; last's round n - 2 is its final one. */
     if (!place.final || (h->ring_pos == 0 && place.round > 0) || place.loop >= h->op_count)
-        return snprintf(error, size, "step %u of ring position %u is not tagged in an all-reduce of %" PRIu64 " elements",
-                        h->step, h->ring_pos, h->op_count);
+        return snprintf(error, size,
+                        "step %u of ring position %u is not tagged in an all-reduce of %" PRIu64 " elements", h->step,
+                        h->ring_pos, h->op_count);
     return 0;
 }
 

@@ -195,7 +195,7 @@ class Receiver:
         """The operation's bytes in place, writable and not copied; valid until ``release``."""
         core = self._live_core()
         # The view keeps the core, and so the memory, alive even when the receiver is closed first.
-        data = self._ffi.gc(op._data, lambda _data, _core=core: None)
+        data = self._ffi.gc(op._data, functools.partial(_keep, core))
         return memoryview(self._ffi.buffer(data, op.nbytes))
 
     def release(self, op: OpComplete) -> None:
@@ -256,8 +256,13 @@ class Receiver:
         return int(self._lib.ckm_now_us()) if now_s is None else round(now_s * 1e6)
 
     def _text(self, chars: Any) -> str:
-        raw: bytes = self._ffi.string(chars)
+        raw = self._ffi.string(chars)
+        assert isinstance(raw, bytes)
         return raw.decode(errors="replace")
+
+
+def _keep(_core: Any, _data: Any) -> None:
+    """Destructor of a buffer's view: only its reference to the core matters."""
 
 
 def _netns_path(netns: str) -> Path:
