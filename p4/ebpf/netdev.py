@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from checkmate.config import CheckmateError
@@ -20,7 +20,8 @@ _SIOCETHTOOL = 0x8946
 _ETHTOOL_GDRVINFO = 0x03
 _DRVINFO_BYTES = 196
 _DRVINFO_DRIVER = slice(4, 36)
-_OFFLOADS = {"tx": 0x16, "tso": 0x1E, "gso": 0x23}
+_OFFLOADS = {"rx": 0x14, "tx": 0x16, "tso": 0x1E, "gso": 0x23, "gro": 0x2B}
+_UNFINISHED = ("tx", "tso", "gso")
 _SOL_PACKET = 263
 _PACKET_ADD_MEMBERSHIP = 1
 _PACKET_MR_PROMISC = 1
@@ -90,12 +91,12 @@ def driver(name: str) -> str:
     return answer[_DRVINFO_DRIVER].split(b"\0")[0].decode()
 
 
-def enabled_offloads(name: str) -> list[str]:
-    """Which of ``tx`` (checksums), ``tso`` and ``gso`` are on, by ethtool's names."""
+def enabled_offloads(name: str, offloads: Iterable[str] = _UNFINISHED) -> list[str]:
+    """Which of ``offloads`` are on, by ethtool's names: ``rx`` and ``tx`` (checksums), ``tso``, ``gso``, ``gro``."""
     return [
         offload
-        for offload, command in _OFFLOADS.items()
-        if struct.unpack("=II", _ethtool(name, struct.pack("=II", command, 0)))[1]
+        for offload in offloads
+        if struct.unpack("=II", _ethtool(name, struct.pack("=II", _OFFLOADS[offload], 0)))[1]
     ]
 
 
