@@ -87,7 +87,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Switch:
-    """The switch; ``interfaces`` (port → network interface) is given for the target ``ebpf`` only."""
+    """The switch; ``interfaces`` (port → network interface) is for software switches only."""
 
     target: str
     p4runtime: Endpoint
@@ -232,8 +232,8 @@ def _read_switch(m: checked.Map) -> Switch:
     interfaces = m.take("interfaces", _interfaces, {})
     if target == "ebpf" and interfaces == {}:
         m.problems.append(f"{m.path}.interfaces: missing; the target ebpf needs a map of port: interface name")
-    elif target not in (None, "ebpf") and interfaces:
-        m.complain("interfaces", interfaces, "allowed: for the target ebpf only; remove the key")
+    elif target == "tofino" and interfaces:
+        m.complain("interfaces", interfaces, "allowed: for software switches (ebpf, bmv2) only; remove the key")
     switch = Switch(
         target=target,
         p4runtime=m.take("p4runtime", checked.endpoint),
