@@ -1,9 +1,11 @@
 #include "eal.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <rte_eal.h>
 #include <rte_errno.h>
@@ -76,6 +78,27 @@ static int add_devices(struct args *args, const struct ckm_port_config *ports, u
     return pci;
 }
 
+/* A name of our own for what EAL keeps in the file system, which is an empty directory. */
+static void add_prefix(struct args *args)
+{
+    char text[32];
+    snprintf(text, sizeof text, "checkmate-%d", (int)getpid());
+    add(args, "--file-prefix");
+    add(args, text);
+}
+
+/* Nobody needs it after start, and nobody would remove it later. In use by others, the upper one stays. */
+static void remove_runtime_dir(void)
+{
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s", rte_eal_get_runtime_dir());
+    char *slash = strrchr(path, '/');
+    if (rmdir(path) || !slash)
+        return;
+    *slash = 0;
+    rmdir(path);
+}
+
 static int start(const struct ckm_port_config *ports, uint32_t n, uint32_t memory_mb, int huge_pages, char *error,
                  size_t error_size)
 {
@@ -85,12 +108,14 @@ static int start(const struct ckm_port_config *ports, uint32_t n, uint32_t memor
     add(&args, "--log-level=4"); /* errors */
     add_lcore(&args);
     add_memory(&args, memory_mb, huge_pages);
+    add_prefix(&args);
     has_pci = add_devices(&args, ports, n);
     if (rte_eal_init(args.argc, args.argv) < 0) {
         snprintf(error, error_size, "DPDK could not be set up: %s%s", rte_strerror(rte_errno),
                  huge_pages ? "; huge_pages needs reserved huge pages (vm.nr_hugepages)" : "");
         return -1;
     }
+    remove_runtime_dir();
     is_up = 1;
     return 0;
 }
