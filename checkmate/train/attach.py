@@ -1,0 +1,69 @@
+"""``checkmate.attach``: makes a shadow follow a DistributedDataParallel model and its optimizer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.config import CheckmateError
+from checkmate.train import checks, registry
+from checkmate.train.boundary import RankState, Stateful
+from checkmate.train.checkpoint import Checkpoint
+from checkmate.train.client import Client
+from checkmate.train.data import TRACKER
+from checkmate.train.hook import TagPlugin
+from checkmate.train.peers import Peers
+from checkmate.train.settings import Settings
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stateful: Mapping[str, Stateful] | None = None,
+) -> Checkpoint:
+    """Let the job's shadow follow every optimizer step of ``ddp``; all ranks call it, before the first backward.
+
+    ``stateful``: further objects with state_dict() and load_state_dict() to restore, by name; learning-rate schedulers
+    made after this call are found without. Raises CheckmateError on all ranks when something cannot be followed or the
+    environment that the launcher sets is incomplete. A shadow that cannot be reached is a warning: training goes on
+    and is followed from when it can be.
+    """
+    return attach_unless(None, ddp, optimizer, stateful or {})
+
+
+def attach_unless(
+    problem: str | None,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    stateful: Mapping[str, Stateful],
+) -> Checkpoint:
+    """``attach``, unless a rank knows a ``problem``: then CheckmateError on all."""
+    problem = problem or checks.refusal(ddp, optimizer, stateful)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise CheckmateError(problem or "not a DistributedDataParallel")
+    registry.install()
+    TRACKER.install()
+    peers = Peers(ddp)
+    parts: tuple[Settings, TagPlugin, RankState] | None = None
+    if problem is None:
+        try:
+            state = RankState(ddp.module, optimizer, stateful)
+            state.check()
+            parts = Settings.from_environment(), load_plugin(), state
+        except (CheckmateError, OSError) as error:
+            problem = str(error)
+    refusing = peers.find(problem is not None)
+    if parts is not None and not refusing:
+        settings, plugin, state = parts
+        return Checkpoint(ddp, optimizer, state, Client(settings, peers.rank, peers.world), plugin, peers)
+    TRACKER.remove()
+    raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
+
+
+def load_plugin() -> TagPlugin:
+    """The plugin's library in this process: the one that NCCL or our back end uses."""
+    from checkmate.nccl_plugin.binding import Plugin  # noqa: PLC0415 - loads a compiled part
+
+    plugin: TagPlugin = Plugin()
+    return plugin

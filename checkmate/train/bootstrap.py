@@ -1,0 +1,157 @@
+"""``python -m checkmate.train.bootstrap SCRIPT ARGS…``: run an unmodified training script with Checkmate attached.
+
+Attaching and resuming happen when the script first iterates a DataLoader or calls forward, once there is a
+DistributedDataParallel module and an optimizer of its parameters: that is before anything depends on the data order.
+If the run cannot be followed, one warning says why and the script runs as it would alone; but when state exists and
+cannot be restored, the script stops. Without CHECKMATE_SHADOWS nothing is attached; with CHECKMATE_BACKEND=checkmate
+the script still communicates through the plugin.
+"""
+
+import functools
+import logging
+import os
+import runpy
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.config import CheckmateError
+from checkmate.train import registry
+from checkmate.train.attach import attach_unless
+from checkmate.train.checkpoint import Checkpoint
+from checkmate.train.data import TRACKER
+from checkmate.train.settings import SHADOWS
+
+log = logging.getLogger("checkmate")
+
+BACKEND = "CHECKMATE_BACKEND"
+CPU_BACKEND = "checkmate"
+"""The back end that takes gloo's place."""
+
+
+class AutoAttach:
+    """Attaches when a script is ready for it."""
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ReferenceType[DistributedDataParallel]] = []
+        self._is_over = False
+        self._checkpoint: Checkpoint | None = None
+
+    def install(self) -> None:
+        """Follow what the script makes."""
+        registry.install()
+        TRACKER.install()
+        TRACKER.before_iterate = self._try_attach
+        original = DistributedDataParallel.__init__
+
+        @functools.wraps(original)
+        def init(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            original(ddp, *args, **kwargs)
+            self._modules.append(weakref.ref(ddp))
+            ddp.register_forward_pre_hook(lambda _module, _args: self._before_forward(), prepend=True)
+
+        DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
+
+    def close(self, finished: bool) -> None:
+        """The script is over; ``finished`` False: by an error."""
+        if self._checkpoint is not None:
+            self._checkpoint.close(finished)
+
+    def _before_forward(self) -> None:
+        if self._is_over:
+            return
+        self._try_attach()
+        if self._checkpoint is not None:
+            self._checkpoint.before_forward()  # its own hook takes effect from the next forward
+
+    def _try_attach(self) -> None:
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        optimizers = [item for item in registry.optimizers() if any(_trains(item, module) for module in modules)]
+        if self._is_over or not optimizers:
+            return
+        self._is_over = True
+        TRACKER.before_iterate = None
+        problem = None
+        if len(modules) > 1:
+            problem = f"the script has {len(modules)} DistributedDataParallel modules: one is supported"
+        elif len(optimizers) > 1:
+            problem = f"the script has {len(optimizers)} optimizers of the model: one must hold all parameters"
+        try:
+            self._checkpoint = attach_unless(problem, modules[0], optimizers[0], {})
+        except CheckmateError as error:
+            log.warning("not attached: %s; training goes on without checkpoints", error)
+        except Exception:
+            log.exception("not attached because of an error of Checkmate's own; training goes on without checkpoints")
+        if self._checkpoint is not None:
+            self._checkpoint.resume()
+
+
+def _trains(optimizer: torch.optim.Optimizer, module: DistributedDataParallel) -> bool:
+    params = {id(param) for param in module.parameters()}
+    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
+
+
+def use_plugin_backend() -> None:
+    """Let ``init_process_group`` use our back end for CPU tensors where the script would use gloo."""
+    import checkmate.nccl_plugin.ring.backend  # noqa: F401, PLC0415 - registers the back end
+
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        original(plugin_backend(backend), *args, **kwargs)
+
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
+        module.init_process_group = init_process_group
+
+
+def plugin_backend(backend: str | None) -> str | None:
+    """``backend`` with gloo on the CPU replaced; None means gloo where there is no accelerator."""
+    if backend is None:
+        return None if torch.cuda.is_available() else CPU_BACKEND
+    if backend.lower() == "gloo":
+        return CPU_BACKEND
+    return ",".join(f"cpu:{CPU_BACKEND}" if part.lower() == "cpu:gloo" else part for part in backend.split(","))
+
+
+def run(script: str, args: list[str]) -> None:
+    """Run the script as ``python SCRIPT ARGS…`` would."""
+    auto = AutoAttach()
+    if os.environ.get(BACKEND) == CPU_BACKEND or os.environ.get(SHADOWS):
+        use_plugin_backend()
+    if os.environ.get(SHADOWS):
+        auto.install()
+    sys.argv = [script, *args]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        auto.close(finished=end.code in (None, 0))
+        raise
+    except BaseException:
+        auto.close(finished=False)
+        raise
+    auto.close(finished=True)
+
+
+def main() -> None:
+    """Entry point."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m checkmate.train.bootstrap SCRIPT [ARGS…]")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("checkmate: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    run(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

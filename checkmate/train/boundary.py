@@ -1,0 +1,167 @@
+"""What one rank's state after a step holds beside parameters and optimizer state, and how a restart takes it up again.
+
+Two moments matter. *Just after the step*: random numbers and data positions; the next batch is drawn from them. *At
+the first forward after it*: random numbers, hyperparameters, schedulers, buffers and the user's own objects, which the
+script has changed since in ways that a restart does not repeat (``scheduler.step()``, ``ema.update()``). Objects that
+can be iterated are data positions and belong to the first moment.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from checkmate.config import CheckmateError
+from checkmate.tensors import pack_group, set_group
+from checkmate.train import plain, registry, rng
+from checkmate.train.data import TRACKER
+
+VERSION = 1
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object of the user's that is restored with the model."""
+
+    def state_dict(self) -> Any:
+        """Plain values, tensors and arrays."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take up what ``state_dict`` gave."""
+
+
+class RankState:
+    """Captures and restores everything of this rank that gradients do not carry."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stateful: Mapping[str, Stateful],
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._positions = {name: item for name, item in stateful.items() if hasattr(item, "__iter__")}
+        self._others = {name: item for name, item in stateful.items() if name not in self._positions}
+        self._buffers_at_start = _buffer_versions(module)
+        self._buffers_change = False
+        self._after: dict[str, Any] | None = None
+        self._awaited: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise CheckmateError when something that is there now could not be stored."""
+        _states("", self._positions)
+        self._at_forward()
+
+    def after_step(self) -> None:
+        """Note what the next batch is drawn from."""
+        self._after = {"rng": rng.capture(), "data": TRACKER.positions(), "stateful": _states("", self._positions)}
+
+    def take(self, at_forward: bool) -> dict[str, Any] | None:
+        """State after the newest step, once; None when there is none or it was taken.
+
+        ``at_forward`` False: the script is over, and no forward decides what its random numbers would have been.
+        """
+        after, self._after = self._after, None
+        if after is None:
+            return None
+        random_states = rng.capture() if at_forward else None
+        now = {"rng": random_states, "epochs": TRACKER.epochs(), **self._at_forward()}
+        return {"version": VERSION, "after": after, "forward": now}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the state that ``take`` returned; ``first_forward`` completes it. Empty state: nothing to take up."""
+        if not state:
+            return
+        if state.get("version") != VERSION:
+            raise CheckmateError(f"the stored rank state has version {state.get('version')}, this one reads {VERSION}")
+        after, now = state["after"], state["forward"]
+        _load(self._positions, after["stateful"])
+        _load(self._others, now["stateful"])
+        self._set_groups(now["groups"])
+        for scheduler, stored in zip(self._schedulers(), now["schedulers"], strict=False):
+            scheduler.load_state_dict(plain.decode(stored))
+        if now["buffers"] is not None:
+            self._buffers_change = True
+            _load_buffers(self._module, now["buffers"])
+        TRACKER.replay(after["data"], now["epochs"], after["rng"])
+        rng.apply(after["rng"])
+        self._awaited = now
+
+    def first_forward(self) -> None:
+        """At the first forward after ``restore``: random numbers as they were at that forward, and schedules that the
+        repeated part of the script has moved (an epoch that yields nothing still ends in ``scheduler.step()``)."""
+        now, self._awaited = self._awaited, None
+        if now is None:
+            return
+        schedulers = self._schedulers()
+        if len(schedulers) != len(now["schedulers"]):
+            raise CheckmateError(
+                f"the restored state holds {len(now['schedulers'])} learning-rate scheduler(s), the script made "
+                f"{len(schedulers)}: run the script that made it"
+            )
+        if [plain.encode(scheduler.state_dict()) for scheduler in schedulers] != now["schedulers"]:
+            for scheduler, stored in zip(schedulers, now["schedulers"], strict=True):
+                scheduler.load_state_dict(plain.decode(stored))
+            self._set_groups(now["groups"])
+        if now["rng"] is not None:
+            rng.apply(now["rng"])
+
+    def _schedulers(self) -> list[LRScheduler]:
+        """Those of the optimizer that ``stateful`` does not name, in order of creation."""
+        named = [id(item) for item in self._others.values()]
+        return [scheduler for scheduler in registry.schedulers(self._optimizer) if id(scheduler) not in named]
+
+    def _at_forward(self) -> dict[str, Any]:
+        return {
+            "groups": [pack_group(group) for group in self._optimizer.param_groups],
+            "schedulers": [
+                plain.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
+                for scheduler in self._schedulers()
+            ],
+            "stateful": _states("stateful ", self._others),
+            "buffers": self._changed_buffers(),
+        }
+
+    def _changed_buffers(self) -> dict[str, Any] | None:
+        """All buffers once any has changed since the start: constant ones stay what the script makes them."""
+        self._buffers_change = self._buffers_change or _buffer_versions(self._module) != self._buffers_at_start
+        if not self._buffers_change:
+            return None
+        return {name: plain.encode(buffer, f"buffer {name}") for name, buffer in self._module.named_buffers()}
+
+    def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group, fields in zip(self._optimizer.param_groups, groups, strict=True):
+            set_group(group, fields)
+
+
+def _buffer_versions(module: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers()]
+
+
+def _load_buffers(module: nn.Module, stored: Mapping[str, Any]) -> None:
+    buffers = dict(module.named_buffers())
+    if buffers.keys() != stored.keys():
+        raise CheckmateError(f"buffers differ from the stored ones: {sorted(buffers.keys() ^ stored.keys())}")
+    for name, buffer in buffers.items():
+        buffer.detach().copy_(plain.decode(stored[name]))
+
+
+def _states(prefix: str, items: Mapping[str, Stateful]) -> dict[str, Any]:
+    return {name: plain.encode(item.state_dict(), f"{prefix}{name}") for name, item in items.items()}
+
+
+def _load(items: Mapping[str, Stateful], stored: Mapping[str, Any]) -> None:
+    if items.keys() != stored.keys():
+        raise CheckmateError(
+            f"stateful: the restored state holds {sorted(stored) or 'none'}, attach was given {sorted(items) or 'none'}"
+        )
+    for name, item in items.items():
+        item.load_state_dict(plain.decode(stored[name]))
+
+
+def without_state(items: Mapping[str, object]) -> list[str]:
+    """Names of those that lack state_dict() or load_state_dict()."""
+    return [name for name, item in items.items() if not isinstance(item, Stateful)]

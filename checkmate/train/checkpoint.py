@@ -1,0 +1,319 @@
+"""A followed training run: from the incarnation that it opens, through each step, to the last boundary."""
+
+import atexit
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import Boundary, Layout, Message, StepRecord
+from checkmate.tensors import pack_group, unpack_state
+from checkmate.train.admission import Admission
+from checkmate.train.boundary import RankState
+from checkmate.train.client import Client, ShadowError
+from checkmate.train.data import TRACKER
+from checkmate.train.hook import GradientHook, TagPlugin
+from checkmate.train.link import RecordsLink
+from checkmate.train.peers import Peers
+from checkmate.train.seeder import Seeder
+
+log = logging.getLogger("checkmate")
+
+BEGIN_S = 5.0
+"""How long attach waits for a shadow."""
+SEED_S = 30.0
+"""How long the first step waits until the shadow holds the initial state."""
+CLOSE_S = 5.0
+"""How long close waits until the shadow has committed the last step."""
+_REFUSED_STEPS = 2
+"""Steps that a refused job must make before it opens a new incarnation: one that hangs must not push out another."""
+
+
+class Checkpoint:
+    """A followed training run; made by ``checkmate.attach``."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        state: RankState,
+        client: Client,
+        plugin: TagPlugin,
+        peers: Peers,
+    ) -> None:
+        self._ddp, self._optimizer, self._state, self._client = ddp, optimizer, state, client
+        self._plugin, self._peers = plugin, peers
+        self._step = 0
+        self._stepping = False
+        self._followed = False
+        self._started = False
+        self._closed = False
+        self._refused_at: int | None = None
+        self._layout: Layout | None = None
+        self._incarnation = 0
+        self._seeder = Seeder(client, ddp.module, optimizer)
+        self._link = RecordsLink(client, self._greeting, self._seeder.request)
+        self._admission: Admission | None = None
+        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1)
+        self._hook.register(ddp)
+        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._undo = self._install()
+        self._held = self._begin()
+
+    @property
+    def committed(self) -> int | None:
+        """Newest step that the shadow holds completely, as far as this rank was told; None: none."""
+        return self._link.committed
+
+    @property
+    def dropped(self) -> int:
+        """Messages to the shadow that had to be dropped; each makes it ask for a seed."""
+        return self._link.dropped
+
+    def resume(self) -> int | None:
+        """Restore the step that the shadow holds, into model, optimizer, schedulers, random numbers and data order.
+
+        Returns that step, or None for a fresh start. All ranks call it, once, before the first forward. Afterwards
+        the script's loops over DataLoaders run from the top and continue where they stopped. Raises CheckmateError on
+        all ranks if one could not restore.
+        """
+        if self._started:
+            raise CheckmateError("resume() must be called once, before the first forward")
+        self._started = True
+        if self._held is None:
+            self._guard(self._seed_start)
+            return None
+        self._restore(self._held)
+        return self._step
+
+    def close(self, finished: bool = True) -> None:
+        """Hand over the last step, wait shortly for its commit, end all connections and threads. May be repeated.
+
+        ``finished`` False: the script broke off between two forwards; the last step is not handed over, because what
+        the script still had to do after it (``scheduler.step()``) is unknown.
+        """
+        if self._closed:
+            return
+        if finished:
+            self._guard(lambda: self._send_boundary(at_forward=False))
+            self._await_commit()
+        self._closed = True
+        self._hook.close()
+        self._plugin.set_incarnation(0)
+        for undo in self._undo:
+            undo()
+        if self._admission is not None:
+            self._admission.close(CLOSE_S)
+        self._seeder.close(CLOSE_S)
+        self._link.close(CLOSE_S)
+        if self._link.dropped:
+            log.warning("rank %d: %d message(s) to the shadow were dropped", self._peers.rank, self._link.dropped)
+
+    # Start
+
+    def _begin(self) -> int | None:
+        """Open an incarnation on rank 0 and tell the others; returns the step that the shadow holds, None: none."""
+        begun = None
+        if self._peers.rank == 0:
+            try:
+                begun = self._client.begin(0, BEGIN_S)
+            except ShadowError as error:
+                log.warning("%s; training goes on without checkpoints until it can be reached", error)
+        incarnation = self._peers.gather(begun.incarnation if begun else 0)[0]
+        held = self._peers.gather(-1 if begun is None or begun.committed is None else begun.committed)[0]
+        if incarnation:
+            self._adopt(incarnation, None)
+        else:
+            self._search()
+        return None if held < 0 else held
+
+    def _adopt(self, incarnation: int, held: int | None) -> None:
+        """From now on this rank belongs to the incarnation; ``held``: what the shadow holds of an earlier run."""
+        if held is not None and held > self._step:
+            self._seeder.floor = held
+        self._incarnation = incarnation
+        self._refused_at = None
+        self._plugin.set_incarnation(incarnation)
+        self._link.open(incarnation)
+        if not self._link.wait(lambda: self._link.connected or self._link.refused is not None, BEGIN_S):
+            log.warning("rank %d has no records connection to the shadow yet", self._peers.rank)
+
+    def _search(self) -> None:
+        """Look in the background for an incarnation newer than the present one."""
+        if self._admission is None:
+            store: Any = dist.distributed_c10d._get_default_store()
+            begin = functools.partial(self._client.begin, call_s=BEGIN_S) if self._peers.rank == 0 else None
+            self._admission = Admission(store.clone(), self._peers.world, begin, self._adopt, self._seeder.request)
+        self._admission.search(newer_than=self._incarnation)
+
+    def _greeting(self) -> Sequence[Message]:
+        return [self._layout] if self._layout is not None else []
+
+    def _seed_start(self) -> None:
+        """The shadow has no state: give it the initial one, before gradients flow."""
+        if self._peers.rank == 0 and self._incarnation:
+            self._seeder.take(self._step, self._incarnation)
+            if not self._seeder.wait(SEED_S):
+                log.warning("the shadow did not acknowledge the initial state within %g s; training goes on", SEED_S)
+
+    def _restore(self, held: int) -> None:
+        problem: Exception | None = None
+        try:
+            self._load(held)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        failed = self._peers.find(problem is not None)
+        if failed:
+            self.close(finished=False)
+            reason = f": {problem}" if problem is not None else ", see their messages"
+            raise CheckmateError(
+                f"the state of step {held} could not be restored on rank(s) {failed}{reason}; no rank goes on, so that "
+                "states are never mixed"
+            ) from problem
+        self._step = held
+        log.info("rank %d restored step %d", self._peers.rank, held)
+
+    def _load(self, held: int) -> None:
+        state, tensors = self._client.restore(self._incarnation)
+        if state.step != held:
+            raise CheckmateError(f"the shadow sent the state of step {state.step} instead")
+        params, buffers = self._ddp.module.named_parameters(), self._ddp.module.named_buffers()
+        unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
+        self._state.restore(state.boundary)
+
+    # Every iteration
+
+    def before_forward(self) -> None:
+        """At the first forward after a step, all that the script does between two steps is done."""
+        if self._closed:
+            return
+        if self._ddp._join_config.enable and not self._ddp._divide_by_initial_world_size:
+            raise CheckmateError(
+                "join(divide_by_initial_world_size=False) divides gradients by a number of ranks that a communication "
+                "hook is not told: leave it True, or do not attach"
+            )
+        if not self._started:
+            log.warning("resume() was not called: training starts anew, whatever the shadow holds")
+            self._started = True
+            self._guard(self._seed_start)
+        self._state.first_forward()
+        self._guard(lambda: self._send_boundary(at_forward=True))
+        self._step_hook.remove()  # register again: after hooks of the user's that may change gradients
+        self._step_hook = self._optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, _optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        unfollowed = "the last step did not finish" if self._stepping else self._unfollowed(args, kwargs)
+        self._stepping = True
+        self._followed = unfollowed is None
+        self._guard(lambda: self._send_record(unfollowed))
+
+    def _unfollowed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):  # args[0] is the optimizer
+            return "the step was given a closure, which computes gradients inside it"
+        for attribute in ("grad_scale", "found_inf"):
+            if getattr(self._optimizer, attribute, None) is not None:
+                return "a GradScaler unscales the gradients inside the step"
+        return self._hook.unfollowed(self._optimizer)
+
+    def _send_record(self, unfollowed: str | None) -> None:
+        layout = self._hook.layout
+        if layout is not self._layout and layout is not None:
+            self._layout = layout
+            self._link.send(layout)
+        groups = [pack_group(group) for group in self._optimizer.param_groups]
+        digest = layout.digest if layout is not None else ""
+        self._link.send(StepRecord(self._step + 1, digest, groups, unfollowed=unfollowed))
+
+    def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._step += 1
+        self._stepping = False
+        self._hook.next_step()
+        self._guard(self._settle)
+
+    def _settle(self) -> None:
+        if self._link.connected:
+            self._state.after_step()
+        if self._peers.rank == 0 and self._incarnation:
+            self._seeder.take_if_wanted(self._step, self._incarnation)
+        if self._link.refused is not None:
+            self._find_new_incarnation()
+
+    def _find_new_incarnation(self) -> None:
+        """A shadow that refuses our records does not know this incarnation (any more)."""
+        if self._refused_at is None:
+            self._refused_at = self._step
+        if self._peers.rank != 0 or self._step - self._refused_at >= _REFUSED_STEPS:
+            self._search()
+
+    def _send_boundary(self, at_forward: bool) -> None:
+        state = self._state.take(at_forward)
+        if state is not None:
+            self._link.send(Boundary(self._step, state))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Nothing of ours may kill training: on an error, stop following it, loudly."""
+        if self._closed:
+            return
+        try:
+            work()
+        except Exception:
+            log.exception("Checkmate stops following this run at step %d because of an error of its own", self._step)
+            self.close(finished=False)
+
+    # Installation and end
+
+    def _install(self) -> list[Callable[[], object]]:
+        """Hooks into torch; returns what undoes them."""
+        forward = self._ddp.register_forward_pre_hook(lambda _module, _args: self.before_forward(), prepend=True)
+        after = self._optimizer.register_step_post_hook(self._after_step)
+        atexit.register(self._at_exit)
+        return [
+            forward.remove,
+            after.remove,
+            lambda: self._step_hook.remove(),  # noqa: PLW0108 - the newest one
+            lambda: atexit.unregister(self._at_exit),
+            TRACKER.remove,
+            _before_group_goes(lambda: self.close(finished=sys.exc_info()[0] is None)),
+        ]
+
+    def _at_exit(self) -> None:
+        uncaught = getattr(sys, "last_value", None)
+        self.close(finished=uncaught is None)
+
+    def _await_commit(self) -> None:
+        def is_settled() -> bool:
+            return not self._link.connected or self._link.committed == self._step
+
+        if self._followed and not self._link.wait(is_settled, CLOSE_S):
+            log.warning(
+                "rank %d: the shadow committed step %s, the last step is %d",
+                self._peers.rank,
+                self._link.committed,
+                self._step,
+            )
+
+
+def _before_group_goes(work: Callable[[], None]) -> Callable[[], None]:
+    """Call ``work`` before the process group is destroyed; returns what undoes this."""
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        work()
+        original(*args, **kwargs)
+
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
+        module.destroy_process_group = destroy_process_group
+
+    def undo() -> None:
+        for module in modules:
+            module.destroy_process_group = original
+
+    return undo

@@ -1,0 +1,107 @@
+"""What a shadow cannot follow is refused when it is attached, by name and with the reason."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from checkmate import config
+from checkmate.train import boundary, registry
+
+FOLLOWED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+CARRIERS = ["checkmate", "nccl"]
+"""Back ends whose all-reduce goes through the plugin."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+
+
+def refusal(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, stateful: Mapping[str, object]
+) -> str | None:
+    """Why this model and optimizer cannot be followed, None when they can."""
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
+    for reasons in (_group(ddp), _module(ddp), _optimizer(ddp, optimizer), _stateful(optimizer, stateful)):
+        for reason in reasons:
+            return reason
+    return None
+
+
+def _group(ddp: DistributedDataParallel) -> Iterator[str]:
+    world = dist.get_world_size(ddp.process_group)
+    if world < config.MIN_RANKS:
+        yield f"{world} rank(s): no gradient crosses the network; at least {config.MIN_RANKS} are needed"
+    backend = _backend_name(ddp)
+    if backend not in CARRIERS:
+        yield (
+            f"the process group's back end for {ddp.device_type} is {backend}, whose gradients do not go through the "
+            f"plugin: use one of {', '.join(CARRIERS)}"
+        )
+
+
+def _backend_name(ddp: DistributedDataParallel) -> str:
+    """Name of the back end that reduces this module's gradients."""
+    configured = dist.get_backend_config(ddp.process_group)
+    by_device = dict(part.split(":", 1) for part in configured.split(",") if ":" in part)
+    return by_device.get(ddp.device_type, dist.get_backend(ddp.process_group))
+
+
+def _module(ddp: DistributedDataParallel) -> Iterator[str]:
+    if ddp._comm_hooks or ddp.mixed_precision is not None:
+        yield "the module has a communication hook already (or DDP mixed precision, which is one)"
+    if ddp._delay_all_reduce_params:
+        yield "delay_all_reduce_named_params: those gradients never pass the communication hook"
+    if ddp._use_python_reducer:
+        yield "the Python reducer of torch.compile has no communication hooks"
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield f"{name} has sparse gradients: use sparse=False"
+    for name, param in ddp.module.named_parameters():
+        if param.dtype not in _DTYPES:
+            yield f"parameter {name} is {param.dtype}: only floating-point types of 16 to 64 bits are followed"
+        if param.device.type not in _DEVICES:
+            yield f"parameter {name} is on {param.device}: only {' and '.join(_DEVICES)} are followed"
+        if param.requires_grad and name in ddp.parameters_to_ignore:
+            yield f"DDP was told to ignore parameter {name}: its gradient is never all-reduced"
+
+
+def _optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    cls = type(optimizer)
+    if cls not in FOLLOWED:
+        names = ", ".join(kind.__name__ for kind in FOLLOWED)
+        yield f"optimizer {cls.__module__}.{cls.__qualname__}: only torch's own {names} are followed"
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(param): name for name, param in ddp.module.named_parameters() if param.requires_grad}
+    names_of_all = {id(param): name for name, param in ddp.module.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            yield f"parameter group {index} is differentiable, which no shadow can be"
+        for param in group["params"]:
+            if id(param) not in trained:
+                yield _stray(names_of_all.get(id(param)), param, index)
+    missing = [name for key, name in trained.items() if key not in held]
+    if missing:
+        yield (
+            f"parameter {missing[0]} and {len(missing) - 1} more are trained but not in this optimizer: one optimizer "
+            "must hold them all (several are not supported); set requires_grad=False on those that stay constant"
+        )
+
+
+def _stray(name: str | None, param: Tensor, group: int) -> str:
+    if name is not None:
+        return f"parameter {name} is frozen but in parameter group {group}: leave it out of the optimizer"
+    return f"parameter group {group} holds a parameter of shape {list(param.shape)} that is not in the DDP module"
+
+
+def _stateful(optimizer: torch.optim.Optimizer, stateful: Mapping[str, object]) -> Iterator[str]:
+    for name in boundary.without_state(stateful):
+        yield f"stateful[{name!r}] has no state_dict() and load_state_dict()"
+    known = [*registry.schedulers(optimizer), *(item for item in stateful.values() if isinstance(item, LRScheduler))]
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not known:
+        yield (
+            "a learning-rate scheduler was made before attach: name it, attach(…, stateful={'scheduler': scheduler}), "
+            "or make it afterwards"
+        )

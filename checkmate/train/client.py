@@ -1,0 +1,155 @@
+"""Short conversations with a shadow: begin an incarnation, send a seed, fetch the state to restore.
+
+Every wait is bounded: one read or write by ``IDLE_S``, a whole conversation by ``CALL_S`` and, where tensors flow, by
+the time they take at ``SLOWEST_BYTES_PER_S``.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import (
+    Ack,
+    Begin,
+    Begun,
+    Challenge,
+    Hello,
+    Message,
+    ProtocolError,
+    Refused,
+    Restore,
+    Seed,
+    State,
+    prove,
+    receive,
+)
+from checkmate.tensors import manifest_bytes, receive_tensors, send_tensors
+from checkmate.train.settings import Settings
+
+M = TypeVar("M", bound=Message)
+
+IDLE_S = 10.0
+CALL_S = 30.0
+SLOWEST_BYTES_PER_S = 4e6
+
+
+class ShadowError(CheckmateError):
+    """The shadow could not be reached, refused, or broke off; the text says which and why."""
+
+
+class DeadlineSocket(socket.socket):
+    """A TCP socket whose reads and writes end by ``deadline`` (monotonic seconds), each within IDLE_S."""
+
+    deadline = float("inf")
+
+    def allow(self, seconds: float) -> None:
+        """Everything from now on must be over within this time."""
+        self.deadline = time.monotonic() + seconds
+
+    def recv(self, *args: Any) -> bytes:
+        self._bound()
+        return super().recv(*args)
+
+    def recv_into(self, *args: Any) -> int:
+        self._bound()
+        return super().recv_into(*args)
+
+    def sendall(self, *args: Any) -> None:
+        self._bound()
+        super().sendall(*args)
+
+    def _bound(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(min(left, IDLE_S))
+
+
+@dataclass(frozen=True)
+class Client:
+    """One rank's way to talk to its job's shadow."""
+
+    settings: Settings
+    rank: int
+    world: int
+
+    def connect(self, purpose: str, incarnation: int, call_s: float | None = None) -> DeadlineSocket:
+        """A connection past the handshake; raises OSError or ProtocolError."""
+        sock = _open(self.settings, CALL_S if call_s is None else call_s)
+        try:
+            challenge = _expect(Challenge, receive(sock))
+            proof = prove(self.settings.token, challenge.nonce, purpose)
+            hello = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation)
+            sock.sendall(hello.encode())
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def begin(self, proposed: int, call_s: float) -> Begun:
+        """Open a new incarnation of at least ``proposed``."""
+        with self._conversation("begin", 0, "begin an incarnation", call_s) as sock:
+            sock.sendall(Begin(proposed).encode())
+            return _expect(Begun, receive(sock))
+
+    def send_seed(
+        self, incarnation: int, seed: Seed, tensors: Sequence[Tensor], on_open: Callable[[socket.socket], None]
+    ) -> int | None:
+        """Send a full state; returns the step that the shadow acknowledges. ``on_open`` gets the socket to abort it."""
+        with self._conversation("seed", incarnation, f"send the seed of step {seed.step}") as sock:
+            on_open(sock)
+            sock.allow(CALL_S + manifest_bytes(seed.manifest) / SLOWEST_BYTES_PER_S)
+            sock.sendall(seed.encode())
+            send_tensors(sock, tensors)
+            sock.allow(CALL_S)
+            return _expect(Ack, receive(sock)).committed
+
+    def restore(self, incarnation: int) -> tuple[State, list[Tensor]]:
+        """The state of the committed step of this incarnation."""
+        with self._conversation("restore", incarnation, "restore") as sock:
+            sock.sendall(Restore().encode())
+            state = _expect(State, receive(sock))
+            sock.allow(CALL_S + manifest_bytes(state.manifest) / SLOWEST_BYTES_PER_S)
+            return state, receive_tensors(sock, state.manifest)
+
+    @contextmanager
+    def _conversation(
+        self, purpose: str, incarnation: int, what: str, call_s: float | None = None
+    ) -> Iterator[DeadlineSocket]:
+        """A connection that turns every fault into a ShadowError."""
+        try:
+            with self.connect(purpose, incarnation, call_s) as sock:
+                yield sock
+        except (OSError, CheckmateError) as error:
+            raise ShadowError(
+                f"rank {self.rank} could not {what} at shadow {self.settings.address}: {error}"
+            ) from error
+
+
+def _open(settings: Settings, call_s: float) -> DeadlineSocket:
+    family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    sock = DeadlineSocket(family, kind, protocol)
+    try:
+        sock.allow(call_s)
+        sock.settimeout(min(call_s, IDLE_S))
+        sock.connect(address)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _expect(kind: type[M], message: Message | None) -> M:
+    if isinstance(message, kind):
+        return message
+    if isinstance(message, Refused):
+        raise ProtocolError(f"refused: {message.reason}")
+    found = "closed the connection" if message is None else f"sent {message.TYPE!r}"
+    raise ProtocolError(f"the shadow {found} where {kind.TYPE!r} was due")

@@ -1,0 +1,219 @@
+"""Where every DataLoader of this process stands, and how a restarted script's loaders come to stand there again.
+
+Loaders are told apart by the order in which the script first iterates them, which is the same after a restart. A
+position is the number of epochs started and the batches yielded in the newest. On resume the loops of the unmodified
+script run again from the top, and
+
+* an epoch that was over yields nothing;
+* the epoch that was under way skips the batches that were consumed: in the index sampler, so no data is loaded for
+  them (an IterableDataset has no such sampler: its items are drawn and discarded);
+* random numbers are drawn for neither: samplers see the states that they saw the first time, everything else sees
+  the states as of just after the restored step.
+"""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from checkmate.train import rng
+
+Position = dict[str, Any]
+"""{"started": epochs, "batches": int | None (that epoch is over), "generators": [bytes], and of an epoch under way
+"at_iter": random states when it started, "iter_generators": [bytes], "at_first": random states at its first index}"""
+
+
+@dataclass(eq=False)
+class _Loader:
+    """One DataLoader; ``index``: its place in the order of first iteration."""
+
+    index: int
+    reference: weakref.ReferenceType[DataLoader[Any]]
+    started: int = 0
+    skipped: int = 0
+    iterator: Callable[[], Any] = lambda: None
+    at_iter: dict[str, Any] = field(default_factory=dict)
+    iter_generators: list[bytes] = field(default_factory=list)
+    at_first: dict[str, Any] | None = None
+
+    def position(self) -> Position:
+        """Where it stands now, as plain values."""
+        loader, iterator = self.reference(), self.iterator()
+        position: Position = {"started": self.started, "batches": None, "generators": []}
+        if loader is not None:
+            position["generators"] = [rng.capture_generator(g) for g in _generators(loader)]
+        if iterator is not None:
+            position |= {
+                "batches": self.skipped + iterator._num_yielded,
+                "at_iter": self.at_iter,
+                "iter_generators": self.iter_generators,
+                "at_first": self.at_first,
+            }
+        return position
+
+
+class LoaderTracker:
+    """Counts the batches of all DataLoaders and replays positions; ``before_iterate`` is called before each epoch."""
+
+    def __init__(self) -> None:
+        self.before_iterate: Callable[[], None] | None = None
+        self._loaders: list[_Loader] = []
+        self._by_loader: weakref.WeakKeyDictionary[DataLoader[Any], _Loader] = weakref.WeakKeyDictionary()
+        self._replay: dict[int, Position] = {}
+        self._after_step: dict[str, Any] | None = None
+        self._original: Callable[[DataLoader[Any]], Any] | None = None
+
+    def install(self) -> None:
+        """Start to follow the iteration of every DataLoader of this process."""
+        if self._original is not None:
+            return
+        original = self._original = DataLoader.__iter__
+
+        pid = os.getpid()
+
+        @functools.wraps(original)
+        def iterate(loader: DataLoader[Any]) -> Any:
+            if os.getpid() != pid:  # in a loader's worker process
+                return original(loader)
+            return self._iterate(loader, original)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Stop following."""
+        if self._original is not None:
+            DataLoader.__iter__ = self._original  # type: ignore[method-assign]
+            self._original = None
+
+    def positions(self) -> list[Position]:
+        """Of all loaders, in the order of first iteration."""
+        return [loader.position() for loader in self._loaders]
+
+    def epochs(self) -> list[int]:
+        """Epochs started, in the order of first iteration."""
+        return [loader.started for loader in self._loaders]
+
+    def replay(self, positions: Sequence[Position], epochs_later: Sequence[int], after_step: dict[str, Any]) -> None:
+        """Bring the loaders to ``positions``, those just after a step.
+
+        ``epochs_later``: epochs started at the first forward after it; an epoch with a successor then was over.
+        ``after_step``: random states just after the step.
+        """
+        self._after_step = after_step
+        for index, position in enumerate(positions):
+            is_over = index < len(epochs_later) and epochs_later[index] > position["started"]
+            self._replay[index] = {**position, "batches": None} if is_over else position
+
+    def _iterate(self, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any]) -> Any:
+        if self.before_iterate is not None:
+            self.before_iterate()
+        entry = self._by_loader.get(loader)
+        if entry is None:
+            entry = self._by_loader[loader] = _Loader(len(self._loaders), weakref.ref(loader))
+            self._loaders.append(entry)
+        entry.started += 1
+        goal = self._replay.get(entry.index)
+        if goal is None or entry.started > goal["started"]:
+            return self._start(entry, loader, original)
+        if entry.started < goal["started"]:
+            return iter(())
+        if goal["batches"] is None:
+            _apply_generators(loader, goal["generators"])
+            return iter(())
+        return self._continue(entry, loader, original, goal)
+
+    def _start(self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any]) -> Any:
+        entry.skipped, entry.at_first = 0, None
+        entry.at_iter = rng.capture()
+        entry.iter_generators = [rng.capture_generator(g) for g in _generators(loader)]
+        return self._open(entry, loader, original)
+
+    def _continue(
+        self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
+    ) -> Any:
+        states = self._after_step or rng.capture()
+        self._after_step = None
+        entry.at_iter, entry.at_first, entry.iter_generators = (
+            goal["at_iter"],
+            goal["at_first"],
+            goal["iter_generators"],
+        )
+        rng.apply(entry.at_iter)
+        _apply_generators(loader, entry.iter_generators)
+        if isinstance(loader.dataset, IterableDataset):
+            entry.skipped = 0
+            iterator = self._open(entry, loader, original)
+            _discard(iterator, goal["batches"])
+        else:
+            entry.skipped = goal["batches"]
+            iterator = self._open(entry, loader, original, replay=True)
+        rng.apply(states)
+        return iterator
+
+    def _open(
+        self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], replay: bool = False
+    ) -> Any:
+        """The loader's own iterator, on an index sampler that we watch."""
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        sampler = getattr(loader, name)
+        inner = sampler.inner if isinstance(sampler, _WatchedSampler) else sampler
+        loader.__dict__[name] = _WatchedSampler(inner, entry, replay)  # past __setattr__, which forbids it
+        try:
+            iterator = original(loader)
+        finally:
+            loader.__dict__[name] = sampler
+        entry.iterator = weakref.ref(iterator)
+        return iterator
+
+
+class _WatchedSampler:
+    """An index sampler that notes the random states at its first index; if ``replay``, it once sees the noted ones
+    instead and skips the indices that were consumed."""
+
+    def __init__(self, inner: Any, entry: _Loader, replay: bool) -> None:
+        self.inner = inner
+        self._entry = entry
+        self._replay = replay
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices(iter(self.inner))  # the inner iterator now, the first index later: as without us
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
+        if self._replay and self._entry.at_first is not None:
+            states = rng.capture()
+            rng.apply(self._entry.at_first)
+            _discard(inner, self._entry.skipped)
+            rng.apply(states)
+        else:
+            self._entry.at_first = rng.capture()
+        self._replay = False
+        yield from inner
+
+
+def _discard(items: Iterator[Any], count: int) -> None:
+    for _ in zip(range(count), items, strict=False):
+        pass
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from, each once."""
+    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+
+
+def _apply_generators(loader: DataLoader[Any], states: Sequence[bytes]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=True):
+        rng.apply_generator(generator, state)
+
+
+TRACKER = LoaderTracker()
+"""The tracker of this process: DataLoader has one ``__iter__``."""
