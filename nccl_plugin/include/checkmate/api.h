@@ -76,7 +76,7 @@ const char *checkmate_reason_name(int reason);
 int checkmate_get_param(int index, struct checkmate_param *out);
 
 /* CRC32C (RFC 3720) of `len` bytes, continued from `crc`; 0 at the start. */
-uint32_t checkmate_crc32c(uint32_t crc, const void *data, size_t len);
+uint32_t checkmate_crc32c(uint32_t crc, const void *data, size_t bytes);
 
 /* For engines that have a CPU to spare for others; NCCL never calls it. Sleeps until at least one of the net
  * requests may progress when tested, or for `timeout_us`; returns at once when one already has. Requests that
