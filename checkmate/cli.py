@@ -16,6 +16,7 @@ from rich.console import Console
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.topology import load_topology
 
 app = typer.Typer(
     name="checkmate",
@@ -97,6 +98,29 @@ def run_command(
             logs=logs,
         )
     )
+
+
+switch_app = typer.Typer(help="The switch: run the eBPF one.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(switch_app, name="switch")
+
+
+@switch_app.command("up")
+def switch_up(topology: TopologyFile) -> None:
+    """Run the eBPF switch of a topology, with its P4Runtime server, until SIGTERM."""
+    from checkmate.p4.ebpf.p4runtime_server import serve  # noqa: PLC0415
+
+    switch = load_topology(topology).switch
+    if switch.target != "ebpf":
+        raise CheckmateError(f"switch.target is {switch.target!r}: only 'ebpf' is run by this command")
+    serve(switch.interfaces, str(switch.p4runtime), switch.device_id, switch.netns)
+
+
+@app.command()
+def controller(topology: TopologyFile, socket: Socket) -> None:
+    """Keep the switch in step with the plan and register shadows, until SIGTERM."""
+    from checkmate.controlplane.controller import Controller  # noqa: PLC0415
+
+    Controller(load_topology(topology), socket).run()
 
 
 def fail(error: CheckmateError) -> int:

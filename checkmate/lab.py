@@ -202,7 +202,8 @@ class Lab:
                 # A shadow must get packets of at most the MTU with valid checksums: the kernel segments before it.
                 if software or isinstance(node, Shadow):
                     port = self.topology.switch.interfaces[nic.port]
-                    _run("nsenter", f"--net=/run/netns/{switch}", "ethtool", "-K", port, "tx", "off", "tso", "off")
+                    offloads = ["tx", "off", "tso", "off", "gso", "off"]
+                    _run("nsenter", f"--net=/run/netns/{switch}", "ethtool", "-K", port, *offloads)
                 if software:
                     offloads = ["tx", "off", "rx", "off", "tso", "off", "gso", "off", "gro", "off"]
                     _run("nsenter", f"--net=/run/netns/{node.netns}", "ethtool", "-K", nic.name, *offloads)

@@ -1,0 +1,5 @@
+"""``python -m checkmate`` is the ``checkmate`` command."""
+
+from checkmate.cli import main
+
+main()
