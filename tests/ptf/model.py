@@ -194,10 +194,11 @@ def checksums_valid(frame: bytes) -> bool:
     end = headers.ip + int.from_bytes(frame[headers.ip + 2 : headers.ip + 4], "big")
     segment = frame[headers.tcp : end]
     pseudo = frame[headers.ip + 12 : headers.ip + 20] + struct.pack(">HH", _TCP, len(segment))
-    return _sum(frame[headers.ip : headers.tcp]) == 0xFFFF and _sum(pseudo + segment) == 0xFFFF
+    return ones_sum(frame[headers.ip : headers.tcp]) == 0xFFFF and ones_sum(pseudo + segment) == 0xFFFF
 
 
-def _sum(data: bytes) -> int:
+def ones_sum(data: bytes) -> int:
+    """Ones-complement sum of 16-bit words, the last one padded."""
     total = sum(struct.unpack(f">{(len(data) + 1) // 2}H", data + b"\0" * (len(data) % 2)))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
