@@ -1,0 +1,247 @@
+"""A shadow as a process: receiver, engine, control server, registration and status, put together.
+
+This is the only module of the shadow that knows other stages.
+"""
+
+import contextlib
+import copy
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from checkmate.shadow.control import ControlServer, Limits
+from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
+from checkmate.shadow.rx.receiver import Receiver, RxConfig
+from checkmate.shadow.status import StatusServer
+
+from checkmate.config import CheckmateError
+from checkmate.tensors import set_group
+from checkmate.train import plain
+
+log = logging.getLogger("checkmate.shadow")
+
+_WATCH_S = 1.0
+
+
+class Registration(Protocol):
+    """What the daemon needs of the control plane's registration client."""
+
+    @property
+    def mirrored(self) -> bool:
+        """The switch copies to this shadow."""
+
+    def set_seeded(self, seeded: bool) -> None:
+        """Tell whether a complete state is held and kept up to date."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Rx(EventSource, Protocol):
+    """A receiver that the daemon closes."""
+
+    def close(self) -> None:
+        """Stop the ports."""
+
+
+@dataclass(frozen=True)
+class ShadowConfig:
+    """``control``: management address and port. ``status``: path of the local socket. ``threads``: of torch (None: all
+    cores but one for the receive thread). All is opened in the network namespace that the process is in.
+    """
+
+    job: str
+    token: bytes = field(repr=False)
+    control: tuple[str, int]
+    status: Path
+    rx: RxConfig
+    threads: int | None = None
+    tuning: Tuning = field(default_factory=Tuning)
+    limits: Limits = field(default_factory=Limits)
+
+
+class Shadow:
+    """All of one shadow, running inside ``with``.
+
+    ``register`` connects to the control plane once the shadow can receive; None: nobody is told. Raises CheckmateError
+    when an address, a port or the status socket can't be used.
+    """
+
+    def __init__(
+        self,
+        config: ShadowConfig,
+        register: Callable[[], Registration] | None = None,
+        make_receiver: Callable[[RxConfig], Rx] = Receiver,
+    ) -> None:
+        self._config = config
+        self._register = register
+        self._make_receiver = make_receiver
+        self._registration: Registration | None = None
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        config = self._config
+        with contextlib.ExitStack() as stack:  # closed in reverse: others wait for the engine, so it ends after them
+            self._rx = self._make_receiver(config.rx)
+            stack.callback(self._rx.close)
+            threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+            self._engine = Engine(self._rx, replace(config.tuning, sets=config.rx.sets, threads=threads))
+            stack.callback(self._engine.stop)
+            self._control = ControlServer(config.control, config.token, config.job, self._engine, config.limits)
+            stack.callback(self._control.close)
+            status = StatusServer(config.status, {"status": lambda _: self.status(), "export": self._export})
+            stack.callback(status.close)
+            self._engine.start(_Listener(self._control, self._tell_registrar))
+            self._control.start()
+            status.start()
+            if self._register is not None:
+                self._registration = self._register()
+                stack.callback(self._registration.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def alive(self) -> bool:
+        """False when a thread that must not end did."""
+        return self._engine.alive
+
+    @property
+    def control(self) -> tuple[str, int]:
+        """Address of the control server."""
+        return self._control.address
+
+    def status(self) -> dict[str, Any]:
+        """Everything about this shadow now, as plain values; times in seconds, sizes in bytes."""
+        snapshot, now = self._engine.snapshot, time.monotonic()
+        return {
+            "job": self._config.job,
+            "pid": os.getpid(),
+            "uptime_s": round(now - self._started, 3),
+            "incarnation": snapshot.incarnation,
+            "world": snapshot.world,
+            "state": snapshot.state,
+            "reason": snapshot.reason,
+            "committed": snapshot.committed,
+            "commits": snapshot.commit_count,
+            "gap_count": snapshot.gap_count,
+            "gaps": [asdict(gap) for gap in snapshot.gaps],
+            "late": snapshot.late,
+            "held_iterations": snapshot.held,
+            "seeds": snapshot.seeds,
+            "connections": dict(self._control.counters),
+            "receiver": self._rx.counters(),
+            "registered": self._registration is not None and self._registration.mirrored,
+            "memory": {"process": _resident_bytes(), "state": snapshot.state_bytes},
+            "rates": _rates(snapshot.commits, now),
+        }
+
+    def export(self, path: Path) -> int:
+        """Write the committed state as ``{"model", "optimizer", "step"}`` for plain PyTorch; returns the step.
+
+        The file appears whole or not at all. Raises CheckmateError when there is no state, OSError of the file system.
+        """
+        with self._engine.reading(lambda: None) as committed:
+            if committed is None:
+                raise CheckmateError("there is no committed state to export yet: the shadow waits for a seed")
+            state = _checkpoint(committed)
+        with _atomic_file(path) as file:
+            torch.save(state, file)
+        log.info("exported step %d to %s", state["step"], path)
+        return int(state["step"])
+
+    def _export(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        path = request.get("path")
+        if not isinstance(path, str) or not Path(path).is_absolute():
+            raise CheckmateError(f"export needs an absolute path, not {path!r}")
+        return {"step": self.export(Path(path)), "path": path}
+
+    def _tell_registrar(self, seeded: bool) -> None:
+        if self._registration is not None:
+            self._registration.set_seeded(seeded)
+
+
+def run_shadow(config: ShadowConfig, register: Callable[[], Registration] | None = None) -> None:
+    """Run a shadow until SIGTERM or SIGINT, then shut down in order. Call it on the main thread.
+
+    Raises CheckmateError when it can't start, or when one of its threads ended.
+    """
+    stop = threading.Event()
+    handlers = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with Shadow(config, register) as shadow:
+            log.info("shadow of job %s listens on %s:%d", config.job, *shadow.control)
+            while not stop.wait(_WATCH_S):
+                if not shadow.alive:
+                    raise CheckmateError("a thread of the shadow ended, see the log above; start the shadow again")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Listener:
+    """The control server hears of everything; the registrar whether the shadow follows."""
+
+    def __init__(self, control: ControlServer, following: Callable[[bool], None]) -> None:
+        self.committed = control.committed
+        self.ask_for_seed = control.ask_for_seed
+        self.incarnation = control.incarnation
+        self.following = following
+
+
+def _checkpoint(committed: Committed) -> dict[str, Any]:
+    """A copy of the state, with the hyperparameters and buffers of rank 0 at the first forward after the step."""
+    state: dict[str, Any] = copy.deepcopy(committed.replica.state_dicts())
+    at_forward = committed.boundaries.get(0, {}).get("forward") or {}
+    groups = at_forward.get("groups") or []
+    for group, fields in zip(state["optimizer"]["param_groups"], groups, strict=False):
+        set_group(group, fields)
+    for name, stored in (at_forward.get("buffers") or {}).items():
+        if name in state["model"]:
+            state["model"][name].copy_(plain.decode(stored))
+    return state
+
+
+@contextlib.contextmanager
+def _atomic_file(path: Path) -> Iterator[Any]:
+    """A file that replaces ``path`` when it is complete and on disk."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).rename(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _rates(commits: tuple[tuple[float, int], ...], now: float) -> dict[str, float]:
+    """Over the newest commits, until now."""
+    if len(commits) < 2:
+        return {"commits_per_s": 0.0, "gradient_bytes_per_s": 0.0}
+    span = max(now - commits[0][0], 1e-9)
+    return {
+        "commits_per_s": round((len(commits) - 1) / span, 3),
+        "gradient_bytes_per_s": round(sum(nbytes for _, nbytes in commits[1:]) / span, 1),
+    }

@@ -1,0 +1,515 @@
+"""The one thread that owns a shadow's state: takes events and messages in order, applies steps, asks for seeds.
+
+Everything else (the receive thread, the control server's threads, status) hands it work through a bounded queue or
+reads what it publishes: the committed state, guarded by a gate, and a snapshot for ``status``.
+"""
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from checkmate.shadow.gate import Gate
+from checkmate.shadow.optim.replica import Refusal, Replica
+from checkmate.shadow.rx.receiver import Event, OpComplete
+from checkmate.shadow.staging import Gap, Gradient, Ready, Staging
+from torch import Tensor
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import Boundary, Hello, Layout, Message, Seed, State, StepRecord
+from checkmate.wire import DATATYPES
+
+log = logging.getLogger("checkmate.shadow")
+
+T = TypeVar("T")
+
+_INBOX = 4096
+"""Tasks waiting for the engine; a peer that sends more is held up."""
+_IDLE_S = 0.5
+_POLL_S = 1.0
+_CALL_S = 30.0
+_COMMITS = 64
+"""Commits that rates are computed from."""
+
+
+class EventSource(Protocol):
+    """What the engine needs of ``Receiver``."""
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Events so far, waiting for the first."""
+
+    def buffer(self, op: OpComplete) -> memoryview:
+        """Bytes of a bucket, in place."""
+
+    def release(self, op: OpComplete) -> None:
+        """Give the buffer back."""
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """Take frames of this incarnation only."""
+
+    def discard(self, iteration: int) -> None:
+        """Forget what is incomplete up to this iteration."""
+
+    def incomplete(self, incarnation: int, iteration: int) -> str:
+        """What is missing, as text."""
+
+    def counters(self) -> dict[str, int]:
+        """Counters since the start."""
+
+
+class Listener(Protocol):
+    """Who hears of changes; called on the engine's thread, must not block."""
+
+    def committed(self, step: int) -> None:
+        """A newer step is committed."""
+
+    def ask_for_seed(self, reason: str) -> bool:
+        """Ask rank 0 for a seed; False when it can't be reached now."""
+
+    def incarnation(self, incarnation: int) -> None:
+        """A new incarnation is open; older ones are stale."""
+
+    def following(self, following: bool) -> None:
+        """Whether a complete state is held and kept up to date."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Bounds of the engine, in seconds unless said otherwise.
+
+    ``sets``: iterations whose gradients are held. ``patience_s``: how long a missing piece is waited for. ``quiet_s``,
+    ``fence_s``: a new incarnation begins when nothing was received for ``quiet_s``, at the latest after ``fence_s``.
+    ``ask_s``: first and longest pause between two requests for a seed. ``grace_s``: how long a restore may hold up a
+    step. ``threads``: of torch (None: leave as they are).
+    """
+
+    sets: int = 3
+    patience_s: float = 5.0
+    quiet_s: float = 0.2
+    fence_s: float = 2.0
+    ask_s: tuple[float, float] = (5.0, 300.0)
+    grace_s: float = 1.0
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, for ``status``. ``commits``: (monotonic time, gradient bytes) of the newest ones."""
+
+    incarnation: int = 0
+    world: int = 0
+    committed: int | None = None
+    state: str = "waiting for seed"
+    reason: str | None = None
+    gaps: tuple[Gap, ...] = ()
+    gap_count: int = 0
+    late: int = 0
+    held: int = 0
+    commit_count: int = 0
+    seeds: dict[str, int] = field(default_factory=dict)
+    state_bytes: int = 0
+    commits: tuple[tuple[float, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A whole state: ``replica.step`` and the boundaries of that step by rank."""
+
+    replica: Replica
+    boundaries: dict[int, dict[str, Any]]
+
+
+@dataclass
+class _Fence:
+    """A ``begin`` that waits for what was already sent to arrive."""
+
+    world: int
+    proposed: int
+    done: "Future[tuple[int, int | None]]"
+    started: float
+    active: float
+    packets: int = -1
+
+
+class Engine:
+    """Runs from ``start`` to ``stop``. Methods may be called from any thread."""
+
+    _listener: Listener
+
+    def __init__(self, receiver: EventSource, tuning: Tuning | None = None) -> None:
+        self._receiver = receiver
+        self._tuning = tuning or Tuning()
+        self._staging = Staging(
+            self._tuning.sets,
+            self._tuning.patience_s,
+            lambda gradient: receiver.release(gradient.handle),
+            lambda iteration: receiver.incomplete(self._incarnation, iteration),
+        )
+        self._gate = Gate(self._tuning.grace_s)
+        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(_INBOX)
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name="shadow-engine"),
+            threading.Thread(target=self._receive, name="shadow-events"),
+        ]
+        self._incarnation = 0
+        self._committed: Committed | None = None
+        self._working: Replica | None = None
+        self._fences: deque[_Fence] = deque()
+        self._refused: str | None = None
+        self._asked = 0.0
+        self._ask_pause = 0.0
+        self._discarded = 0
+        self._commits: deque[tuple[float, int]] = deque(maxlen=_COMMITS)
+        self._commit_count = 0
+        self._state_bytes = 0
+        self._grows = False
+        self._seeds = {"adopted": 0, "verified": 0, "mismatches": 0, "ignored": 0, "refused": 0, "requested": 0}
+        self.snapshot = Snapshot()
+
+    def start(self, listener: Listener) -> None:
+        """Start the threads; ``listener`` hears of changes."""
+        self._listener = listener
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop and join the threads; pending calls fail."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        while self._fences:
+            self._fences.popleft().done.cancel()
+
+    @property
+    def alive(self) -> bool:
+        """Both threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    # Called by the control server ---------------------------------------------------------------------------------
+
+    def admit(self, hello: Hello) -> str | None:
+        """Reason to refuse a records, seed or restore connection; a newer incarnation than ours is taken up."""
+        return self._call(functools.partial(self._admit, hello))
+
+    def begin(self, world: int, proposed: int) -> tuple[int, int | None]:
+        """Open a new incarnation: (its number, the committed step that it starts from)."""
+        done: Future[tuple[int, int | None]] = Future()
+        now = time.monotonic()
+        self._put(lambda: self._fences.append(_Fence(world, proposed, done, now, now)))
+        return done.result(self._tuning.fence_s + _CALL_S)
+
+    def deliver(self, incarnation: int, rank: int, message: Message) -> None:
+        """Take a message of a records connection; waits while the engine is far behind."""
+        self._put(functools.partial(self._message, incarnation, rank, message))
+
+    def announce_seed(self, incarnation: int, step: int | None) -> None:
+        """The seed of this step begins to arrive; None: it did not."""
+        self._put(functools.partial(self._announce, incarnation, step))
+
+    def seed(self, incarnation: int, seed: Seed, tensors: Sequence[Tensor]) -> int | None:
+        """Take a seed; returns the committed step. Raises CheckmateError when it is refused."""
+        return self._call(functools.partial(self._seed, incarnation, seed, tensors))
+
+    def rank0_connected(self) -> None:
+        """Rank 0 can be asked now."""
+        self._put(self._ask_again)
+
+    @contextmanager
+    def reading(self, cancel: Callable[[], None]) -> Iterator[Committed | None]:
+        """The committed state, which stays as it is meanwhile; ``cancel`` is called when that takes too long."""
+        with self._gate.reading(cancel):
+            yield self._committed
+
+    @contextmanager
+    def restoring(self, rank: int, cancel: Callable[[], None]) -> Iterator[tuple[State, list[Tensor]]]:
+        """Message and live tensors for a rank that restores."""
+        with self.reading(cancel) as committed:
+            if committed is None:
+                yield State(None), []
+                return
+            description, manifest, tensors = committed.replica.pack()
+            boundary = committed.boundaries.get(rank, {})
+            yield State(committed.replica.step, description, manifest, boundary), tensors
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Run on the engine's thread and wait for the result."""
+        done: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._put(task)
+        return done.result(_CALL_S)
+
+    def _put(self, task: Callable[[], None]) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._inbox.put(task, timeout=_IDLE_S)
+                return
+            except queue.Full:
+                continue
+        raise CheckmateError("the shadow is stopping")
+
+    # Threads ------------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while not self._stopping.is_set():
+            for event in self._receiver.poll(_POLL_S):
+                try:
+                    self._put(functools.partial(self._event, event))
+                except CheckmateError:
+                    return
+
+    def _run(self) -> None:
+        if self._tuning.threads is not None:
+            torch.set_num_threads(self._tuning.threads)  # of this thread
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+            except Exception as error:
+                log.exception("the shadow lost its state because of an error of its own")
+                self._lose(f"internal error: {error!r}")
+
+    def _turn(self) -> None:
+        """One task and all that follows from it."""
+        try:
+            self._inbox.get(timeout=self._tuning.quiet_s / 10 if self._fences else _IDLE_S)()
+        except queue.Empty:
+            pass
+        else:
+            if self._fences:
+                self._fences[0].active = time.monotonic()
+        self._apply_ready()
+        if self._staging.commit_seed():
+            assert self._working is not None
+            self._commit(Committed(self._working, self._staging.boundaries), 0)
+        if self._inbox.empty():
+            self._staging.check(time.monotonic())
+            self._tend_fence()
+        self._tend_seed()
+        self._discard_useless()
+        self._publish()
+
+    # Tasks --------------------------------------------------------------------------------------------------------
+
+    def _event(self, event: Event) -> None:
+        if event.incarnation != self._incarnation:
+            if isinstance(event, OpComplete):
+                self._receiver.release(event)
+        elif isinstance(event, OpComplete):
+            dtype = DATATYPES[event.datatype].name
+            self._staging.add_gradient(Gradient(event.iteration, event.bucket, dtype, event.nbytes, event))
+        else:
+            bucket = "" if event.bucket is None else f"bucket {event.bucket}: "
+            log.warning("damage in iteration %s: %s%s (%s)", event.iteration, bucket, event.reason, event.where)
+            self._staging.add_damage(event.iteration, f"{bucket}{event.reason} ({event.where})")
+
+    def _message(self, incarnation: int, rank: int, message: Message) -> None:
+        if incarnation != self._incarnation:
+            return
+        match message:
+            case Layout():
+                self._staging.add_layout(message)
+            case StepRecord():
+                self._staging.add_record(rank, message)
+            case Boundary():
+                self._staging.add_boundary(rank, message.step, message.state)
+
+    def _admit(self, hello: Hello) -> str | None:
+        if hello.incarnation < max(self._incarnation, 1):
+            return f"incarnation {hello.incarnation} is stale, {self._incarnation} is open: restart the job"
+        if hello.incarnation > self._incarnation:
+            if hello.purpose == "restore":
+                return f"incarnation {hello.incarnation} was not begun here: nothing to restore from"
+            log.warning("incarnation %d was begun without this shadow", hello.incarnation)
+            self._open(hello.incarnation, hello.world, None)
+            if self._committed is not None:
+                self._staging.damage = f"incarnation {hello.incarnation} was begun without this shadow"
+        elif hello.world != self._staging.world:
+            return f"rank {hello.rank} counts {hello.world} ranks, this incarnation has {self._staging.world}"
+        return None
+
+    def _announce(self, incarnation: int, step: int | None) -> None:
+        if incarnation == self._incarnation:
+            self._staging.seed_announced(step)
+
+    def _seed(self, incarnation: int, seed: Seed, tensors: Sequence[Tensor]) -> int | None:
+        if incarnation != self._incarnation:
+            raise CheckmateError(f"a seed of incarnation {incarnation}, but {self._incarnation} is open")
+        self._staging.seed_announced(None)
+        verdict = self._staging.judge_seed(seed.step, self._committed_step)
+        if verdict == "verify":
+            verdict = self._verify(seed, tensors)
+        if verdict == "ignore":
+            self._seeds["ignored"] += 1
+            log.info("ignored a seed of step %d: the state here is of step %s", seed.step, self._staging.step)
+        elif verdict == "adopt":
+            self._adopt(seed, tensors)
+        return self._committed_step
+
+    def _verify(self, seed: Seed, tensors: Sequence[Tensor]) -> str:
+        assert self._working is not None
+        differences = self._working.differences(seed, tensors)
+        if not differences:
+            self._seeds["verified"] += 1
+            return "verified"
+        self._seeds["mismatches"] += 1
+        log.error(
+            "the state of step %d differs from the trainer's in %s: taking the trainer's", seed.step, differences[:8]
+        )
+        return "adopt"
+
+    def _adopt(self, seed: Seed, tensors: Sequence[Tensor]) -> None:
+        try:
+            replica = Replica(seed, tensors)
+        except CheckmateError as error:
+            self._seeds["refused"] += 1
+            self._refused = str(error)
+            log.error("refused the seed of step %d: %s", seed.step, error)
+            raise
+        was_committed = self._staging.committed and seed.step == self._staging.step
+        self._seeds["adopted"] += 1
+        self._refused = None
+        self._working = replica
+        self._grows = True
+        self._staging.adopt(seed.step)
+        log.info("following from a seed of step %d", seed.step)
+        if was_committed:
+            self._commit(Committed(replica, self._staging.boundaries), 0)
+
+    @property
+    def _committed_step(self) -> int | None:
+        return self._committed.replica.step if self._committed else None
+
+    def _ask_again(self) -> None:
+        self._asked = 0.0
+
+    # What follows -------------------------------------------------------------------------------------------------
+
+    def _apply_ready(self) -> None:
+        while (ready := self._staging.ready()) is not None and not self._stopping.is_set():
+            self._apply(ready)
+
+    def _apply(self, ready: Ready) -> None:
+        step, replica = ready.record.step, self._working
+        assert replica is not None
+        try:
+            replica.check(ready.record, ready.layout)
+            buckets = {bucket: self._receiver.buffer(gradient.handle) for bucket, gradient in ready.gradients.items()}
+            with self._gate.writing():
+                replica.apply(ready.record, ready.layout, buckets)
+                self._committed = Committed(replica, ready.boundaries)
+        except Refusal as error:
+            log.error("step %d can't be followed: %s", step, error)
+            self._staging.refuse(step, str(error))
+        except Exception as error:
+            log.exception("step %d could not be applied", step)
+            self._lose(f"step {step} could not be applied: {error!r}")
+        else:
+            self._staging.applied(step)
+            self._ask_pause = 0.0
+            self._commit(self._committed, sum(gradient.nbytes for gradient in ready.gradients.values()))
+
+    def _commit(self, committed: Committed, nbytes: int) -> None:
+        """Make it the state that is served, and tell."""
+        if committed is not self._committed:
+            with self._gate.writing():
+                self._committed = committed
+        if self._grows:  # the first step after a seed may create optimizer state
+            self._state_bytes = committed.replica.nbytes
+            self._grows = nbytes == 0
+        self._commit_count += 1
+        self._commits.append((time.monotonic(), nbytes))
+        self._listener.committed(committed.replica.step)
+
+    def _lose(self, reason: str) -> None:
+        """The working state may be half stepped: it must never be served."""
+        with self._gate.writing():
+            if self._committed is not None and self._committed.replica is self._working:
+                self._committed = None
+        self._working = None
+        self._staging.lose(reason)
+
+    def _tend_fence(self) -> None:
+        if not self._fences:
+            return
+        fence, now = self._fences[0], time.monotonic()
+        packets = self._receiver.counters().get("packets", 0)
+        if packets != fence.packets:
+            fence.packets, fence.active = packets, now
+        if now - fence.active < self._tuning.quiet_s and now - fence.started < self._tuning.fence_s:
+            return
+        self._fences.popleft()
+        committed = self._committed
+        self._open(max(self._incarnation + 1, fence.proposed), fence.world, committed)
+        fence.done.set_result((self._incarnation, self._committed_step))
+
+    def _open(self, incarnation: int, world: int, start: Committed | None) -> None:
+        self._incarnation = incarnation
+        self._receiver.set_incarnation(incarnation)
+        self._working = start.replica if start else None
+        self._staging.begin(world, start.replica.step if start else None, start.boundaries if start else {})
+        self._refused = None
+        self._ask_pause = self._asked = 0.0
+        self._discarded = 0
+        self._listener.incarnation(incarnation)
+        log.info("incarnation %d of %d ranks, from step %s", incarnation, world, start.replica.step if start else None)
+
+    def _tend_seed(self) -> None:
+        """Ask for a seed when one is needed: at once, then ever more rarely while seeds don't help."""
+        staging, now = self._staging, time.monotonic()
+        if not self._incarnation or self._refused or (staging.step is not None and staging.damage is None):
+            return
+        if staging.seed_is_coming or (self._asked and now - self._asked < self._ask_pause):
+            return
+        if self._listener.ask_for_seed(staging.damage or "the shadow has no state"):
+            self._seeds["requested"] += 1
+            self._asked = now
+            first, longest = self._tuning.ask_s
+            self._ask_pause = min(max(first, 2 * self._ask_pause), longest)
+
+    def _discard_useless(self) -> None:
+        useless = self._staging.useless
+        if useless > self._discarded:
+            self._discarded = useless
+            self._receiver.discard(useless)
+
+    def _publish(self) -> None:
+        staging, committed = self._staging, self._committed
+        state, reason = "following", None
+        if self._refused is not None:
+            state, reason = "refused", self._refused
+        elif staging.damage is not None:
+            state, reason = "damaged", staging.damage
+        elif staging.step is None or committed is None:
+            state = "waiting for seed"
+        if (state == "following") != (self.snapshot.state == "following"):
+            self._listener.following(state == "following")
+        self.snapshot = Snapshot(
+            incarnation=self._incarnation,
+            world=staging.world,
+            committed=self._committed_step,
+            state=state,
+            reason=reason,
+            gaps=tuple(staging.gaps),
+            gap_count=staging.gap_count,
+            late=staging.late,
+            held=staging.held,
+            commit_count=self._commit_count,
+            seeds=dict(self._seeds),
+            state_bytes=self._state_bytes,
+            commits=tuple(self._commits),
+        )
