@@ -107,7 +107,7 @@ class RegistrationServer:
             session.writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = "{}:{}".format(*writer.get_extra_info("peername"))
+        peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("a peer that left at once", 0)))
         self._connections += 1
         try:
             if self._connections > 2 * len(self._topology.shadows) + _SPARE_CONNECTIONS:

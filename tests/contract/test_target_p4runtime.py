@@ -31,8 +31,9 @@ def server(path: FakeDatapath) -> Iterator[Server]:
         yield server
 
 
-def connect(server: Server, **options: int) -> P4RuntimeTarget:
-    target = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), timeout_s=2, **({"device_id": 1} | options))
+def connect(server: Server, device_id: int = 1, election_id: int = 1) -> P4RuntimeTarget:
+    endpoint = Endpoint("127.0.0.1", server.port)
+    target = P4RuntimeTarget(endpoint, device_id, election_id=election_id, timeout_s=2)
     target.connect()
     return target
 

@@ -1,6 +1,7 @@
 """Preflight: what is missing is named with what to install or run."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,12 @@ def problems(findings: list[preflight.Finding]) -> dict[str, str]:
 
 
 def test_missing_commands_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "which", lambda name, path: None if name == "ethtool" else f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name, path: None if name == "ethtool" else f"/bin/{name}")
     assert problems(preflight.check_machine())["command ethtool"] == "missing; apt-get install ethtool"
 
 
 def test_without_rights_or_options_each_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(preflight, "_create_map", _raise(PermissionError(1, "Operation not permitted")))
     monkeypatch.setattr(preflight, "_open_packet_socket", _raise(OSError(97, "Address family not supported")))
     found = problems(preflight.check_machine())

@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate import config
-from checkmate.plan import FLOOD, FLOOD_GROUP, HEARTBEAT, L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
+from checkmate.plan import (
+    FLOOD,
+    FLOOD_GROUP,
+    HEARTBEAT,
+    L2_FORWARD,
+    Entry,
+    Multicast,
+    Plan,
+    Replica,
+    Rules,
+    Ternary,
+    make_plan,
+)
 from checkmate.topology import Topology
 
 SHADOWS = ("shadow0", "shadow1")
@@ -58,7 +70,7 @@ plans = st.builds(
 )
 
 
-def delivered(rules: Rules, ingress: int, mac: int) -> set[int]:
+def delivered(rules: Rules, ingress: int, mac: int | Ternary) -> set[int]:
     """Ports that a tagged packet reaches unchanged, as the data plane does it."""
     groups = {group.id: set(group.forwarding) for group in rules.groups}
     entries = {entry.key: entry for entry in rules.entries}

@@ -283,7 +283,8 @@ def register(peer: socket.socket) -> dict[str, object]:
     challenge = take(peer)["nonce"]
     assert isinstance(challenge, bytes)
     proof = messages.shadow_proof(TOKEN, challenge, "test", "shadow0", MACS, b"n")
-    said = {"type": "Register", "job": "test", "shadow": "shadow0", "macs": MACS, "nonce": b"n", "proof": proof}
+    said: dict[str, object] = {"type": "Register", "job": "test", "shadow": "shadow0", "macs": MACS, "nonce": b"n"}
+    said["proof"] = proof
     put(peer, said)
     assert take(peer)["type"] == "Registered"
     return said
