@@ -15,6 +15,7 @@ from checkmate.p4.ebpf.netdev import Namespace
 
 MTU = 9600
 _ETH_P_ALL = 3
+_SO_RCVBUFFORCE = 33
 _SOL_PACKET = 263
 _PACKET_AUXDATA = 8
 _PACKET_IGNORE_OUTGOING = 23
@@ -25,13 +26,13 @@ _ADDRESSES = 12
 
 
 class Wire:
-    """A raw socket on the interface at the far end of a port."""
+    """A raw socket on the interface at the far end of a port; ``outgoing``: it also sees what the host sends."""
 
-    def __init__(self, netns: str, interface: str) -> None:
+    def __init__(self, netns: str, interface: str, *, outgoing: bool = False) -> None:
         with contextlib.closing(Namespace(netns)) as namespace, namespace.entered():
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
-            self._socket.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 26)
+            self._socket.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, not outgoing)
             self._socket.setsockopt(_SOL_PACKET, _PACKET_AUXDATA, 1)
             self._socket.bind((interface, _ETH_P_ALL))
 
@@ -55,6 +56,10 @@ class Wire:
                 return frame[:_ADDRESSES] + struct.pack(">HH", protocol, tci) + frame[_ADDRESSES:]
         return frame
 
+    def drain(self) -> list[bytes]:
+        """All frames that have arrived."""
+        return list(iter(self.receive, None))
+
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
@@ -76,9 +81,9 @@ class Rack:
 
 
 @contextlib.contextmanager
-def rack(ports: range, shadow_ports: frozenset[int]) -> Iterator[Rack]:
+def rack(ports: range, shadow_ports: frozenset[int], name: str = "ptf") -> Iterator[Rack]:
     """Build a rack and remove it again; interfaces are up, quiet and take frames of ``MTU`` bytes."""
-    prefix = f"ckmptf{os.getpid()}"
+    prefix = f"ckm{name}{os.getpid()}"
     built = Rack(f"{prefix}s", {port: f"p{port}" for port in ports}, {port: f"{prefix}n{port}" for port in ports})
     try:
         for netns in (built.switch_netns, *built.far_netns.values()):
@@ -100,7 +105,7 @@ def _join(built: Rack, port: int, offloads: bool) -> None:
         *("peer", "name", far, "mtu", str(MTU), "netns", built.far_netns[port]),
     )
     if not offloads:
-        _run("ip", "netns", "exec", built.switch_netns, "ethtool", "-K", near, "tx", "off", "tso", "off", "gso", "off")
+        _run("ip", "netns", "exec", built.switch_netns, "ethtool", "-K", near, "tx", "off")
     _run("ip", "-n", built.switch_netns, "link", "set", near, "up")
     _run("ip", "-n", built.far_netns[port], "link", "set", far, "up")
 
