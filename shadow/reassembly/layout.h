@@ -32,16 +32,17 @@ struct ckm_layout {
     struct ckm_signature signature;
     uint32_t refs;
     uint64_t base[CKM_MAX_CHANNELS + 1]; /* first slot of each channel */
-    struct ckm_slice *slots;             /* by channel, loop, chunk, slice; absent slices have length 0 */
+    struct ckm_slice *slots;             /* by channel, loop, chunk, slice */
 };
 
 struct ckm_signature ckm_signature_of(const struct ckm_frame *header);
 int ckm_signature_equal(const struct ckm_signature *a, const struct ckm_signature *b);
 
-/* Sorts slices into bucket order and builds the layout, with one reference. NULL with the reason in error when a
- * slice is there twice or the channels are too many. */
-struct ckm_layout *ckm_layout_learn(const struct ckm_signature *signature, struct ckm_slice *slices, size_t n,
-                                    char *error, size_t error_size);
+/* Sorts slices into bucket order and builds the layout, with one reference, in *layout. Every loop of a channel has
+ * all its slices, empty ones too. Returns 0; 1 when slices are missing; -1 with the reason in error when one is there
+ * twice or there are more channels or slices than can be. */
+int ckm_layout_learn(const struct ckm_signature *signature, struct ckm_slice *slices, size_t n,
+                     struct ckm_layout **layout, char *error, size_t error_size);
 /* Index into slots, SIZE_MAX when the layout has no such place. */
 size_t ckm_layout_find(const struct ckm_layout *layout, uint16_t channel, const struct ckm_place *place);
 size_t ckm_layout_slots(const struct ckm_layout *layout);

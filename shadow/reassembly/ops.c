@@ -277,8 +277,6 @@ static uint8_t *place(struct ckm_core *core, struct ckm_op *op, const struct ckm
 {
     struct ckm_place p = ckm_place(h->step, h->slices_per_chunk, h->ring_pos, h->nranks);
     size_t slot = ckm_layout_find(op->layout, h->channel, &p);
-    if (slot == SIZE_MAX && !h->payload_len)
-        return op->buffer->data; /* empty, beyond the last loop that held bytes when the layout was learned */
     if (slot == SIZE_MAX || op->layout->slots[slot].length != h->payload_len) {
         /* The sender cuts this signature differently now: learn it afresh rather than refuse it for ever. */
         ckm_layouts_forget(&core->layouts, &op->signature);
@@ -341,15 +339,20 @@ enum ckm_claim ckm_op_claim(struct ckm_core *core, const struct ckm_frame *h, co
 
 /* Completion */
 
-/* Learns the layout from what is staged and moves the bytes to their places. -1: the operation is damaged. */
+/* Learns the layout from what is staged and moves the bytes to their places. -1: the operation isn't complete yet,
+ * for want of empty slices, or is damaged. */
 static int settle(struct ckm_core *core, struct ckm_op *op)
 {
     char error[128];
-    struct ckm_layout *layout = ckm_layout_learn(&op->signature, op->slices, op->nslices, error, sizeof error);
-    if (!layout) {
-        ckm_op_damage(core, op, "no layout fits the slices that arrived", error);
+    struct ckm_layout *layout = NULL;
+    /* Sorting them is worth while only when all loops can be whole. */
+    if (op->nslices % ((size_t)op->signature.nranks * op->signature.slices_per_chunk))
         return -1;
-    }
+    int bad = ckm_layout_learn(&op->signature, op->slices, op->nslices, &layout, error, sizeof error);
+    if (bad < 0)
+        ckm_op_damage(core, op, "no layout fits the slices that arrived", error);
+    if (bad)
+        return -1;
     op->layout = layout; /* the operation's reference */
     struct ckm_layout *known = ckm_layouts_get(core->layouts, &op->signature);
     if (known && !ckm_layout_equal(known, layout)) {
