@@ -123,6 +123,28 @@ def controller(topology: TopologyFile, socket: Socket) -> None:
     Controller(load_topology(topology), socket).run()
 
 
+@app.command()
+def shadow(
+    topology: TopologyFile,
+    name: Annotated[str, typer.Option(help="Which shadow of the topology this is.")],
+    socket: Socket,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the optimizer; default: cores - 1.")] = None,
+    sets: Annotated[int, typer.Option(min=2, help="Iterations in flight at most.")] = 4,
+) -> None:
+    """Receive gradients and keep the state of a shadow, until SIGTERM. Runs in the shadow's network namespace."""
+    from checkmate.controlplane.registrar_client import RegistrarClient  # noqa: PLC0415
+    from checkmate.shadow.daemon import ShadowConfig, run_shadow  # noqa: PLC0415
+    from checkmate.shadow.rx.receiver import RxConfig  # noqa: PLC0415
+
+    job = load_topology(topology)
+    node = job.shadow(name)
+    token = job.read_token()
+    rx = RxConfig(ifaces=[(nic.name, None) for nic in node.nics], mtu=job.mtu, sets=sets, dscp=job.dscp_tag)
+    shadow_config = ShadowConfig(job.job, token, node.control, socket, rx, threads)
+    macs = [nic.mac for nic in node.nics]
+    run_shadow(shadow_config, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
+
+
 def fail(error: CheckmateError) -> int:
     """Print the error for a person; returns the exit code."""
     Console(stderr=True, soft_wrap=True).print(f"checkmate: {error}", style="bold red", markup=False, highlight=False)

@@ -96,7 +96,7 @@ def _launch_config(topology: Topology, group: Group, job: Job, local: bool) -> L
         run_id=topology.job,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{first}:{RENDEZVOUS_PORT}",
-        rdzv_configs={"timeout": _RENDEZVOUS_SECONDS},
+        rdzv_configs={"timeout": _RENDEZVOUS_SECONDS, "is_host": here == first},
         local_addr=here,
         max_restarts=job.max_restarts,
         shutdown_timeout=_SHUTDOWN_SECONDS,

@@ -24,6 +24,9 @@ _log = logging.getLogger("checkmate.controller")
 INTERVAL_S = 2.0
 """Time between two readings of the switch: a switch that was restarted is restored within it."""
 
+RETRY_S = 0.25
+"""Time until the next try when the switch does not answer."""
+
 _MAX_SHARE = 0.05
 """Part of the time that may be spent on reading: a large switch is read less often."""
 
@@ -142,7 +145,8 @@ class Controller:
             self._wake.clear()
             start = time.monotonic()
             self._synchronise(make_plan(self._topology, self._registration.live()))
-            self._wake.wait(max(self._interval_s, (time.monotonic() - start) / _MAX_SHARE))
+            pause = RETRY_S if self._state.error else self._interval_s
+            self._wake.wait(max(pause, (time.monotonic() - start) / _MAX_SHARE))
 
     def _synchronise(self, plan: Plan) -> None:
         before = self._state
@@ -175,7 +179,7 @@ class Controller:
         before = self._state
         self._registration.set_mirrored(frozenset())
         if error != before.error:
-            _log.warning("%s; trying again every %g s", error, self._interval_s)
+            _log.warning("%s; trying again", error)
             self._alarms.append({"time": time.time(), "text": error})
         self._state = _State(plan, False, error, before.written, before.synchronised_at, before.counters)
 

@@ -1,0 +1,115 @@
+"""The long-running parts of a lab, each the process that it would be on a rack: switch, controller, shadow, job."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from checkmate.config import CheckmateError
+from checkmate.lab import Lab
+from checkmate.shadow.status import query
+
+_READY_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+
+
+class Services:
+    """Switch, controller and shadow of a lab; the lab owns the processes and ends them."""
+
+    def __init__(self, lab: Lab, shadow_options: Sequence[str] = ()) -> None:
+        self.lab = lab
+        self.topology_file = lab.directory / "topology.yaml"
+        self.topology_file.write_text(yaml.safe_dump(lab.topology.to_dict(), sort_keys=False))
+        self._shadow_options = shadow_options
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> Self:
+        """Start all and wait until the shadow is in its groups; raises CheckmateError with the log of what failed."""
+        switch = self.lab.topology.switch.netns
+        assert switch is not None
+        self._spawn("switch", switch, "switch", "up")
+        self.start_shadow()
+        self._spawn("controller", self.lab.management, "controller", "--socket", self.controller_socket)
+        self.wait_for("the shadow to be in its groups", self._shadow_is_planned)
+        return self
+
+    def start_shadow(self) -> None:
+        """Start the shadow (again)."""
+        shadow = self.lab.topology.shadows[0]
+        assert shadow.netns is not None
+        arguments = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket, *self._shadow_options]
+        self._spawn("shadow", shadow.netns, *arguments)
+
+    def process(self, name: str) -> subprocess.Popen[bytes]:
+        """The process of "switch", "controller" or "shadow"."""
+        return self._processes[name]
+
+    @property
+    def shadow_socket(self) -> Path:
+        """Status socket of the shadow."""
+        return self.lab.directory / "shadow.sock"
+
+    @property
+    def controller_socket(self) -> Path:
+        """Status socket of the controller."""
+        return self.lab.directory / "controller.sock"
+
+    def run(
+        self,
+        script: Path,
+        args: Sequence[str],
+        *,
+        log: str,
+        channels: int = 2,
+        attach: bool = True,
+        max_restarts: int = 3,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a job (``checkmate run``) and return its process, which ends with the job."""
+        options = ["--channels", str(channels), "--max-restarts", str(max_restarts), "--bpf", str(self.lab.bpf)]
+        options += ["--logs", str(self.lab.directory / f"{Path(log).stem}-ranks")]
+        options += [] if attach else ["--no-attach"]
+        argv = [*_COMMAND, "run", "--topology", self.topology_file, *options, script, *args]
+        return self.lab.spawn(self.lab.management, argv, log, env)
+
+    def wait_for(self, what: str, condition: Any, seconds: float = _READY_SECONDS) -> None:
+        """Poll until ``condition()`` is true; CheckmateError when it takes too long or a service died."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    tail = self.lab.log_tail(f"{name}.log")
+                    raise CheckmateError(f"the {name} ended with status {process.returncode}:\n{tail}")
+            if time.monotonic() > deadline:
+                raise CheckmateError(f"waited {seconds:.0f} s for {what}; logs are in {self.lab.directory}")
+            time.sleep(_POLL_SECONDS)
+
+    def shadow_status(self) -> dict[str, Any] | None:
+        """The shadow's status, None while it does not answer."""
+        return _try_query(self.shadow_socket)
+
+    def controller_status(self) -> dict[str, Any] | None:
+        """The controller's status, None while it does not answer."""
+        return _try_query(self.controller_socket)
+
+    def _shadow_is_planned(self) -> bool:
+        status = self.controller_status()
+        return bool(status and status["in_sync"] and status["live_shadows"])
+
+    def _spawn(self, name: str, netns: str, *arguments: str | Path) -> None:
+        argv = [*_COMMAND, *arguments, "--topology", self.topology_file]
+        self._processes[name] = self.lab.spawn(netns, argv, f"{name}.log")
+
+
+_COMMAND = (sys.executable, "-m", "checkmate")
+
+
+def _try_query(socket: Path) -> dict[str, Any] | None:
+    try:
+        return query(socket)
+    except CheckmateError:
+        return None
