@@ -1,6 +1,6 @@
-"""Joining a shadow that was not there when training started, or that came back without what it knew.
+"""Joining a shadow that was not there when training started.
 
-Rank 0 opens the incarnation in the background and publishes its number in the process group's store; every rank takes
+Rank 0 opens an incarnation in the background and publishes its number in the process group's store; every rank takes
 it from there; when all have, rank 0 asks for a seed. Training never waits for any of this.
 """
 
@@ -17,21 +17,22 @@ log = logging.getLogger("checkmate")
 POLL_S = 0.5
 BACK_OFF_S = (1.0, 30.0)
 _KEY = "checkmate/incarnation"
+_ADOPTED = "checkmate/adopted"
 
 
 class Admission:
-    """Background search for an incarnation newer than the one that this rank has.
+    """A background search for the shadow, from the start to ``close``.
 
-    ``store``: a torch.distributed Store of this object's own. ``begin``: opens an incarnation of at least the given
-    number, on rank 0 only. ``adopt(incarnation, held)`` and ``request_seed(reason)`` are called from the background
-    thread; ``held`` is the step that the shadow holds, on rank 0 only.
+    ``store``: a torch.distributed Store of this object's own. ``begin``: opens an incarnation, on rank 0 only.
+    ``adopt(incarnation, held)`` and ``request_seed(reason)`` are called from the background thread; ``held`` is the
+    step that the shadow holds, on rank 0 only.
     """
 
     def __init__(
         self,
         store: Any,
         world: int,
-        begin: Callable[[int], Begun] | None,
+        begin: Callable[[], Begun] | None,
         adopt: Callable[[int, int | None], None],
         request_seed: Callable[[str], None],
     ) -> None:
@@ -41,71 +42,45 @@ class Admission:
         self._adopt = adopt
         self._request_seed = request_seed
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def searching(self) -> bool:
-        """True while the background thread looks for an incarnation."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def search(self, newer_than: int) -> None:
-        """Start to look for an incarnation above ``newer_than``, unless that is under way."""
-        if not self.searching and not self._stop.is_set():
-            self._thread = threading.Thread(
-                target=self._run, args=(newer_than,), name="checkmate-admission", daemon=True
-            )
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="checkmate-admission", daemon=True)
+        self._thread.start()
 
     def close(self, timeout: float) -> None:
         """Stop looking."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout)
+        self._thread.join(timeout)
 
-    def _run(self, newer_than: int) -> None:
+    def _run(self) -> None:
         try:
             if self._begin is None:
-                self._follow(newer_than)
+                self._follow()
             else:
-                self._lead(newer_than, self._begin)
+                self._lead(self._begin)
         except Exception as error:  # the store goes away with the process group
             log.debug("admission ended: %s", error)
 
-    def _lead(self, newer_than: int, begin: Callable[[int], Begun]) -> None:
+    def _lead(self, begin: Callable[[], Begun]) -> None:
         pause = BACK_OFF_S[0]
-        while not self._stop.is_set():
+        while not self._stop.wait(pause):
             try:
-                begun = begin(newer_than + 1)
+                begun = begin()
             except ShadowError as error:
                 log.debug("%s", error)
-                self._stop.wait(pause)
                 pause = min(2 * pause, BACK_OFF_S[1])
                 continue
             self._adopt(begun.incarnation, begun.committed)
             self._store.set(_KEY, str(begun.incarnation))
-            self._acknowledge(begun.incarnation)
-            self._wait_for_all(begun.incarnation)
+            if self._wait_for(lambda: self._store.add(_ADOPTED, 0) >= self._world - 1):
+                self._request_seed("the shadow joined late")
             return
 
-    def _follow(self, newer_than: int) -> None:
-        self._wait_for(lambda: self._store.check([_KEY]) and int(self._store.get(_KEY)) > newer_than)
-        if not self._stop.is_set():
-            incarnation = int(self._store.get(_KEY))
-            self._adopt(incarnation, None)
-            self._acknowledge(incarnation)
+    def _follow(self) -> None:
+        if self._wait_for(lambda: self._store.check([_KEY])):
+            self._adopt(int(self._store.get(_KEY)), None)
+            self._store.add(_ADOPTED, 1)
 
-    def _wait_for_all(self, incarnation: int) -> None:
-        self._wait_for(lambda: self._store.add(_acknowledged(incarnation), 0) >= self._world)
-        if not self._stop.is_set():
-            self._request_seed("the shadow joined late")
-
-    def _acknowledge(self, incarnation: int) -> None:
-        self._store.add(_acknowledged(incarnation), 1)
-
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        while not self._stop.is_set() and not condition():
-            self._stop.wait(POLL_S)
-
-
-def _acknowledged(incarnation: int) -> str:
-    return f"{_KEY}/{incarnation}/adopted"
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        while not condition():
+            if self._stop.wait(POLL_S):
+                return False
+        return not self._stop.is_set()

@@ -68,7 +68,7 @@ class RankState:
         if after is None:
             return None
         random_states = rng.capture() if at_forward else None
-        now = {"rng": random_states, "epochs": TRACKER.epochs(), **self._at_forward()}
+        now = {"rng": random_states, "data": TRACKER.progress(), **self._at_forward()}
         return {"version": VERSION, "after": after, "forward": now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class RankState:
         if now["buffers"] is not None:
             self._buffers_change = True
             _load_buffers(self._module, now["buffers"])
-        TRACKER.replay(after["data"], now["epochs"], after["rng"])
+        TRACKER.replay(after["data"], now["data"], after["rng"])
         rng.apply(after["rng"])
         self._awaited = now
 
@@ -96,6 +96,7 @@ class RankState:
         now, self._awaited = self._awaited, None
         if now is None:
             return
+        TRACKER.arrive()
         schedulers = self._schedulers()
         if len(schedulers) != len(now["schedulers"]):
             raise CheckmateError(

@@ -4,6 +4,7 @@ import atexit
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate import metrics
 from checkmate.config import CheckmateError
-from checkmate.protocol import Boundary, Layout, Message, StepRecord
+from checkmate.protocol import Begun, Boundary, Layout, Message, StepRecord
 from checkmate.tensors import pack_group, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.boundary import RankState
@@ -25,14 +27,13 @@ from checkmate.train.seeder import Seeder
 
 log = logging.getLogger("checkmate")
 
-BEGIN_S = 5.0
-"""How long attach waits for a shadow."""
+BEGIN_S = 10.0
+"""How long attach waits for a shadow, and one attempt to open an incarnation may take."""
+_RETRY_S = 0.5
 SEED_S = 30.0
 """How long the first step waits until the shadow holds the initial state."""
 CLOSE_S = 5.0
 """How long close waits until the shadow has committed the last step."""
-_REFUSED_STEPS = 2
-"""Steps that a refused job must make before it opens a new incarnation: one that hangs must not push out another."""
 
 
 class Checkpoint:
@@ -54,13 +55,12 @@ class Checkpoint:
         self._followed = False
         self._started = False
         self._closed = False
-        self._refused_at: int | None = None
         self._layout: Layout | None = None
         self._incarnation = 0
         self._seeder = Seeder(client, ddp.module, optimizer)
         self._link = RecordsLink(client, self._greeting, self._seeder.request)
         self._admission: Admission | None = None
-        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1)
+        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1, self._guard)
         self._hook.register(ddp)
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._undo = self._install()
@@ -119,38 +119,42 @@ class Checkpoint:
 
     def _begin(self) -> int | None:
         """Open an incarnation on rank 0 and tell the others; returns the step that the shadow holds, None: none."""
-        begun = None
-        if self._peers.rank == 0:
-            try:
-                begun = self._client.begin(0, BEGIN_S)
-            except ShadowError as error:
-                log.warning("%s; training goes on without checkpoints until it can be reached", error)
+        begun = self._try_begin() if self._peers.rank == 0 else None
         incarnation = self._peers.gather(begun.incarnation if begun else 0)[0]
         held = self._peers.gather(-1 if begun is None or begun.committed is None else begun.committed)[0]
         if incarnation:
             self._adopt(incarnation, None)
         else:
-            self._search()
+            self._admission = self._search()
         return None if held < 0 else held
+
+    def _try_begin(self) -> Begun | None:
+        """A shadow that is just starting is given some time, one that refuses is not."""
+        end = time.monotonic() + BEGIN_S
+        while True:
+            try:
+                return self._client.begin(0, BEGIN_S)
+            except ShadowError as error:
+                if time.monotonic() > end or not isinstance(error.__cause__, OSError):
+                    log.warning("%s; training goes on without checkpoints until it can be reached", error)
+                    return None
+            time.sleep(_RETRY_S)
 
     def _adopt(self, incarnation: int, held: int | None) -> None:
         """From now on this rank belongs to the incarnation; ``held``: what the shadow holds of an earlier run."""
         if held is not None and held > self._step:
             self._seeder.floor = held
         self._incarnation = incarnation
-        self._refused_at = None
         self._plugin.set_incarnation(incarnation)
         self._link.open(incarnation)
         if not self._link.wait(lambda: self._link.connected or self._link.refused is not None, BEGIN_S):
             log.warning("rank %d has no records connection to the shadow yet", self._peers.rank)
 
-    def _search(self) -> None:
-        """Look in the background for an incarnation newer than the present one."""
-        if self._admission is None:
-            store: Any = dist.distributed_c10d._get_default_store()
-            begin = functools.partial(self._client.begin, call_s=BEGIN_S) if self._peers.rank == 0 else None
-            self._admission = Admission(store.clone(), self._peers.world, begin, self._adopt, self._seeder.request)
-        self._admission.search(newer_than=self._incarnation)
+    def _search(self) -> Admission:
+        """Look for the shadow in the background."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        begin = functools.partial(self._client.begin, 0, BEGIN_S) if self._peers.rank == 0 else None
+        return Admission(store.clone(), self._peers.world, begin, self._adopt, self._seeder.request)
 
     def _greeting(self) -> Sequence[Message]:
         return [self._layout] if self._layout is not None else []
@@ -164,6 +168,7 @@ class Checkpoint:
 
     def _restore(self, held: int) -> None:
         problem: Exception | None = None
+        start = time.monotonic()
         try:
             self._load(held)
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -177,6 +182,7 @@ class Checkpoint:
                 "states are never mixed"
             ) from problem
         self._step = held
+        metrics.note("restore", **self._where(), seconds=time.monotonic() - start)
         log.info("rank %d restored step %d", self._peers.rank, held)
 
     def _load(self, held: int) -> None:
@@ -241,20 +247,16 @@ class Checkpoint:
             self._state.after_step()
         if self._peers.rank == 0 and self._incarnation:
             self._seeder.take_if_wanted(self._step, self._incarnation)
-        if self._link.refused is not None:
-            self._find_new_incarnation()
-
-    def _find_new_incarnation(self) -> None:
-        """A shadow that refuses our records does not know this incarnation (any more)."""
-        if self._refused_at is None:
-            self._refused_at = self._step
-        if self._peers.rank != 0 or self._step - self._refused_at >= _REFUSED_STEPS:
-            self._search()
 
     def _send_boundary(self, at_forward: bool) -> None:
         state = self._state.take(at_forward)
         if state is not None:
+            tagged = self._plugin.counters().tagged_bytes
+            metrics.note("step", **self._where(), tagged_bytes=tagged)
             self._link.send(Boundary(self._step, state))
+
+    def _where(self) -> dict[str, int]:
+        return {"rank": self._peers.rank, "incarnation": self._incarnation, "step": self._step}
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Nothing of ours may kill training: on an error, stop following it, loudly."""

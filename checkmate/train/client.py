@@ -92,6 +92,10 @@ class Client:
             raise
         return sock
 
+    def records(self, incarnation: int) -> socket.socket:
+        """A records connection past the handshake, without any deadline; raises OSError or ProtocolError."""
+        return socket.socket(fileno=self.connect("records", incarnation).detach())
+
     def begin(self, proposed: int, call_s: float) -> Begun:
         """Open a new incarnation of at least ``proposed``."""
         with self._conversation("begin", 0, "begin an incarnation", call_s) as sock:

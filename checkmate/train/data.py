@@ -8,7 +8,8 @@ script run again from the top, and
 * the epoch that was under way skips the batches that were consumed: in the index sampler, so no data is loaded for
   them (an IterableDataset has no such sampler: its items are drawn and discarded);
 * random numbers are drawn for neither: samplers see the states that they saw the first time, everything else sees
-  the states as of just after the restored step.
+  the states as of just after the restored step; an epoch that began between that step and the next forward begins
+  with the states with which it began.
 """
 
 import functools
@@ -16,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -24,8 +26,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from checkmate.train import rng
 
 Position = dict[str, Any]
-"""{"started": epochs, "batches": int | None (that epoch is over), "generators": [bytes], and of an epoch under way
-"at_iter": random states when it started, "iter_generators": [bytes], "at_first": random states at its first index}"""
+"""Of one loader: {"started": epochs, "batches": int | None (that epoch is over), "generators": [bytes]}, and of an
+epoch under way "at_iter" (random states when it began), "iter_generators" and "at_first" (random states at its first
+index)."""
+
+Progress = dict[str, Any]
+"""Of one loader since the positions were taken: {"epoch": the one under way or None}, and of one that began since
+"started", "at_iter" and "iter_generators"."""
+
+
+class _Mode(Enum):
+    """What an epoch yields: all, what is left of a replayed one (its first index sees the random states of then), or
+    nothing."""
+
+    PLAIN = auto()
+    REPLAY = auto()
+    EMPTY = auto()
 
 
 @dataclass(eq=False)
@@ -35,6 +51,7 @@ class _Loader:
     index: int
     reference: weakref.ReferenceType[DataLoader[Any]]
     started: int = 0
+    noted: int = 0
     skipped: int = 0
     iterator: Callable[[], Any] = lambda: None
     at_iter: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +61,7 @@ class _Loader:
     def position(self) -> Position:
         """Where it stands now, as plain values."""
         loader, iterator = self.reference(), self.iterator()
+        self.noted = self.started
         position: Position = {"started": self.started, "batches": None, "generators": []}
         if loader is not None:
             position["generators"] = [rng.capture_generator(g) for g in _generators(loader)]
@@ -56,6 +74,13 @@ class _Loader:
             }
         return position
 
+    def progress(self) -> Progress:
+        """What became of it since ``position``."""
+        progress: Progress = {"epoch": self.started if self.iterator() is not None else None}
+        if self.started > self.noted:
+            progress |= {"started": self.started, "at_iter": self.at_iter, "iter_generators": self.iter_generators}
+        return progress
+
 
 class LoaderTracker:
     """Counts the batches of all DataLoaders and replays positions; ``before_iterate`` is called before each epoch."""
@@ -65,6 +90,7 @@ class LoaderTracker:
         self._loaders: list[_Loader] = []
         self._by_loader: weakref.WeakKeyDictionary[DataLoader[Any], _Loader] = weakref.WeakKeyDictionary()
         self._replay: dict[int, Position] = {}
+        self._beginnings: dict[int, Progress] = {}
         self._after_step: dict[str, Any] | None = None
         self._original: Callable[[DataLoader[Any]], Any] | None = None
 
@@ -94,20 +120,26 @@ class LoaderTracker:
         """Of all loaders, in the order of first iteration."""
         return [loader.position() for loader in self._loaders]
 
-    def epochs(self) -> list[int]:
-        """Epochs started, in the order of first iteration."""
-        return [loader.started for loader in self._loaders]
+    def progress(self) -> list[Progress]:
+        """Of all loaders since ``positions``, in the order of first iteration."""
+        return [loader.progress() for loader in self._loaders]
 
-    def replay(self, positions: Sequence[Position], epochs_later: Sequence[int], after_step: dict[str, Any]) -> None:
+    def replay(self, positions: Sequence[Position], later: Sequence[Progress], after_step: dict[str, Any]) -> None:
         """Bring the loaders to ``positions``, those just after a step.
 
-        ``epochs_later``: epochs started at the first forward after it; an epoch with a successor then was over.
-        ``after_step``: random states just after the step.
+        ``later``: ``progress`` at the first forward after it; an epoch that was not under way any more is over, even
+        if batches were left. ``after_step``: random states just after the step.
         """
         self._after_step = after_step
-        for index, position in enumerate(positions):
-            is_over = index < len(epochs_later) and epochs_later[index] > position["started"]
+        self._beginnings = {index: progress for index, progress in enumerate(later) if "started" in progress}
+        for index, (position, progress) in enumerate(zip(positions, later, strict=False)):
+            is_over = progress["epoch"] != position["started"]
             self._replay[index] = {**position, "batches": None} if is_over else position
+
+    def arrive(self) -> None:
+        """The first forward after ``replay``: what is iterated from now on begins as it may."""
+        self._beginnings.clear()
+        self._after_step = None
 
     def _iterate(self, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any]) -> Any:
         if self.before_iterate is not None:
@@ -123,26 +155,37 @@ class LoaderTracker:
         if entry.started < goal["started"]:
             return iter(())
         if goal["batches"] is None:
-            _apply_generators(loader, goal["generators"])
-            return iter(())
+            return self._pass_over(entry, loader, original, goal)
         return self._continue(entry, loader, original, goal)
 
     def _start(self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any]) -> Any:
+        beginning = self._beginnings.get(entry.index)
+        if beginning is not None and beginning["started"] == entry.started:
+            rng.apply(beginning["at_iter"])
+            _apply_generators(loader, beginning["iter_generators"])
         entry.skipped, entry.at_first = 0, None
         entry.at_iter = rng.capture()
         entry.iter_generators = [rng.capture_generator(g) for g in _generators(loader)]
         return self._open(entry, loader, original)
 
+    def _pass_over(
+        self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
+    ) -> Any:
+        """The last epoch that was over. Workers that outlive it are there afterwards, as they were."""
+        states = self._after_step or rng.capture()
+        iterator: Any = iter(())
+        if loader.persistent_workers:
+            iterator = self._open(entry, loader, original, _Mode.EMPTY)
+        rng.apply(states)
+        _apply_generators(loader, goal["generators"])
+        return iterator
+
     def _continue(
         self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
     ) -> Any:
         states = self._after_step or rng.capture()
-        self._after_step = None
-        entry.at_iter, entry.at_first, entry.iter_generators = (
-            goal["at_iter"],
-            goal["at_first"],
-            goal["iter_generators"],
-        )
+        entry.at_iter, entry.at_first = goal["at_iter"], goal["at_first"]
+        entry.iter_generators = goal["iter_generators"]
         rng.apply(entry.at_iter)
         _apply_generators(loader, entry.iter_generators)
         if isinstance(loader.dataset, IterableDataset):
@@ -151,18 +194,22 @@ class LoaderTracker:
             _discard(iterator, goal["batches"])
         else:
             entry.skipped = goal["batches"]
-            iterator = self._open(entry, loader, original, replay=True)
+            iterator = self._open(entry, loader, original, _Mode.REPLAY)
         rng.apply(states)
         return iterator
 
     def _open(
-        self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], replay: bool = False
+        self,
+        entry: _Loader,
+        loader: DataLoader[Any],
+        original: Callable[[DataLoader[Any]], Any],
+        mode: _Mode = _Mode.PLAIN,
     ) -> Any:
         """The loader's own iterator, on an index sampler that we watch."""
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         sampler = getattr(loader, name)
         inner = sampler.inner if isinstance(sampler, _WatchedSampler) else sampler
-        loader.__dict__[name] = _WatchedSampler(inner, entry, replay)  # past __setattr__, which forbids it
+        loader.__dict__[name] = _WatchedSampler(inner, entry, mode)  # past __setattr__, which forbids it
         try:
             iterator = original(loader)
         finally:
@@ -172,13 +219,12 @@ class LoaderTracker:
 
 
 class _WatchedSampler:
-    """An index sampler that notes the random states at its first index; if ``replay``, it once sees the noted ones
-    instead and skips the indices that were consumed."""
+    """An index sampler that notes the random states at its first index; ``mode`` is of the first epoch alone."""
 
-    def __init__(self, inner: Any, entry: _Loader, replay: bool) -> None:
+    def __init__(self, inner: Any, entry: _Loader, mode: _Mode) -> None:
         self.inner = inner
         self._entry = entry
-        self._replay = replay
+        self._mode = mode
 
     def __iter__(self) -> Iterator[Any]:
         return self._indices(iter(self.inner))  # the inner iterator now, the first index later: as without us
@@ -187,14 +233,16 @@ class _WatchedSampler:
         return len(self.inner)
 
     def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
-        if self._replay and self._entry.at_first is not None:
+        mode, self._mode = self._mode, _Mode.PLAIN
+        if mode is _Mode.EMPTY:
+            return
+        if mode is _Mode.REPLAY and self._entry.at_first is not None:
             states = rng.capture()
             rng.apply(self._entry.at_first)
             _discard(inner, self._entry.skipped)
             rng.apply(states)
         else:
             self._entry.at_first = rng.capture()
-        self._replay = False
         yield from inner
 
 

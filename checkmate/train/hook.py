@@ -16,6 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.protocol import Layout
 
 
+class Counters(Protocol):
+    """``checkmate.nccl_plugin.binding.Counters``, as far as training looks at it."""
+
+    @property
+    def tagged_bytes(self) -> int:
+        """Gradient payload bytes tagged since the process started."""
+
+
 class TagPlugin(Protocol):
     """What the hook needs of ``checkmate.nccl_plugin.binding.Plugin``."""
 
@@ -30,6 +38,9 @@ class TagPlugin(Protocol):
 
     def set_incarnation(self, incarnation: int) -> None:
         """0: nothing is tagged."""
+
+    def counters(self) -> Counters:
+        """Totals since the process started."""
 
 
 class Bucket(Protocol):
@@ -52,10 +63,21 @@ class Bucket(Protocol):
 
 
 class GradientHook:
-    """Communication hook of one DDP module. ``iteration`` tells the optimizer step that gradients are now for."""
+    """Communication hook of one DDP module.
 
-    def __init__(self, ddp: DistributedDataParallel, plugin: TagPlugin, iteration: Callable[[], int]) -> None:
+    ``iteration`` tells the optimizer step that gradients are now for. ``guard`` runs what is not the reduction itself,
+    so that no error of it reaches training.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        plugin: TagPlugin,
+        iteration: Callable[[], int],
+        guard: Callable[[Callable[[], None]], None],
+    ) -> None:
         self._closed = False
+        self._guard = guard
         self._plugin = plugin
         self._iteration = iteration
         self._group = ddp.process_group
@@ -121,7 +143,7 @@ class GradientHook:
         buffer = bucket.buffer()
         self._divide(bucket, buffer)
         if not self._closed:
-            self._announce(bucket, buffer)
+            self._guard(lambda: self._announce(bucket, buffer))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[list[Tensor]] = work.get_future()
         return future.then(lambda done: done.value()[0])
@@ -137,7 +159,7 @@ class GradientHook:
             self._plugin.register_bucket(buffer.data_ptr(), buffer.nbytes, index)
         if bucket.is_last():
             self._buckets = {i: self._buckets[i] for i in range(index + 1)}
-            _after_finalize(self._seal)
+            _after_finalize(lambda: self._guard(self._seal))
 
     def _seal(self) -> None:
         """End of backward: gradients must stay as they are now."""

@@ -27,14 +27,16 @@ MESSAGE_BYTES = 1 << 20
 """Largest message that a shadow sends on this connection."""
 BACK_OFF_S = (0.1, 5.0)
 """First and longest pause between two attempts to connect."""
+REFUSED_S = 30.0
+"""Pause after the shadow refused."""
 _LINGER_S = 1.0
 
 
 class Connector(Protocol):
     """What the link needs of ``checkmate.train.client.Client``."""
 
-    def connect(self, purpose: str, incarnation: int) -> socket.socket:
-        """A connection past the handshake."""
+    def records(self, incarnation: int) -> socket.socket:
+        """A connection past the handshake; raises OSError or CheckmateError."""
 
 
 class RecordsLink:
@@ -68,14 +70,9 @@ class RecordsLink:
         return self._sock is not None
 
     def open(self, incarnation: int) -> None:
-        """Connect in the background as this incarnation, or reconnect as a newer one."""
-        with self._lock:
-            self._incarnation = incarnation
-            self.refused = None
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._wake()
+        """Connect in the background as this incarnation; once."""
+        self._incarnation = incarnation
+        self._thread.start()
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until the condition holds; it is looked at whenever the connection or ``committed`` changes."""
@@ -133,21 +130,19 @@ class RecordsLink:
     def _run(self) -> None:
         pause = BACK_OFF_S[0]
         while not self._stop.is_set():
-            with self._lock:
-                incarnation = self._incarnation
             started = time.monotonic()
             try:
-                with self._connector.connect("records", incarnation) as sock:
-                    self._serve(sock, incarnation)
+                with self._connector.records(self._incarnation) as sock:
+                    self._serve(sock)
             except (OSError, CheckmateError) as error:
                 log.debug("records connection: %s", error)
             with self._lock:
                 self._drop_connection()
             pause = BACK_OFF_S[0] if time.monotonic() - started > BACK_OFF_S[1] else min(2 * pause, BACK_OFF_S[1])
-            self._stop.wait(pause)
+            self._stop.wait(pause if self.refused is None else REFUSED_S)
 
-    def _serve(self, sock: socket.socket, incarnation: int) -> None:
-        """Read, and write what did not fit, until the connection or this incarnation ends."""
+    def _serve(self, sock: socket.socket) -> None:
+        """Read, and write what did not fit, until the connection ends."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.setblocking(False)
         with self._lock:
@@ -159,7 +154,7 @@ class RecordsLink:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_in, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)
-            while self._sock is sock and self._incarnation == incarnation and not self._stop.is_set():
+            while self._sock is sock and not self._stop.is_set():
                 selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._backlog else 0))
                 for key, events in selector.select():
                     if key.fileobj is self._wake_in:

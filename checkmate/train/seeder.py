@@ -46,8 +46,13 @@ class Seeder:
         self._thread: threading.Thread | None = None
 
     def request(self, reason: str) -> None:
-        """Take a seed at the next step boundary; may be called from any thread."""
+        """Take a seed at the next step boundary; may be called from any thread.
+
+        While one is on its way nothing is noted: the shadow asks again if that one does not help.
+        """
         with self._changed:
+            if self._job is not None:
+                return
             if self._wanted is None:
                 log.info("the shadow asks for a seed: %s", reason)
             self._wanted = reason

@@ -1,0 +1,245 @@
+"""DataLoaders of a restarted script continue exactly where they stopped."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+from checkmate.train import rng
+from checkmate.train.data import LoaderTracker
+
+
+class Noisy(Dataset[Tensor]):
+    """Items that say which they are and hold a random number, as augmentation does."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded.append(index)
+        in_worker = torch.utils.data.get_worker_info() is not None
+        noise = 0.0 if in_worker else torch.rand(()).item() + random.random() + np.random.rand()
+        return torch.tensor([index, noise], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(i)]) for i in range(20))
+
+
+class GlobalShuffle(Sampler[int]):
+    """Draws from the global generators, eagerly."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(10).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+
+@pytest.fixture
+def tracker() -> Iterator[Callable[[], LoaderTracker]]:
+    made: list[LoaderTracker] = []
+
+    def fresh() -> LoaderTracker:
+        """The tracker of a (re)started process."""
+        for old in made:
+            old.remove()
+        made.append(LoaderTracker())
+        made[-1].install()
+        return made[-1]
+
+    yield fresh
+    for old in made:
+        old.remove()
+
+
+Script = Callable[[], Iterator[Tensor]]
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def run(tracker: LoaderTracker, script: Script, seed: int, stop_after: int | None = None) -> Any:
+    """Run a script whose batches are each one training step; after ``stop_after`` steps return what is restored."""
+    seed_all(seed)
+    seen = []
+    after = positions = None
+    for batch in script():
+        if after is not None:  # the forward after the last step before the kill
+            return seen, {"after": after, "data": positions, "progress": tracker.progress()}
+        seen.append(batch.clone())
+        torch.rand(3)  # dropout
+        if len(seen) == stop_after:
+            after, positions = rng.capture(), msgpack.unpackb(msgpack.packb(tracker.positions()))
+    return seen, after and {"after": after, "data": positions, "progress": tracker.progress()}
+
+
+def resume(tracker: LoaderTracker, script: Script, state: Any) -> list[Tensor]:
+    """What a restarted script sees: its own seeds differ, and resume happens at its first loader."""
+    seed_all(999)
+
+    def restore() -> None:
+        tracker.before_iterate = None
+        tracker.replay(state["data"], state["progress"], state["after"])
+        rng.apply(state["after"])
+
+    tracker.before_iterate = restore
+    seen = []
+    for batch in script():
+        tracker.arrive()
+        seen.append(batch.clone())
+        torch.rand(3)
+    return seen
+
+
+def epochs(make: Callable[[], DataLoader[Any]], count: int = 3) -> Script:
+    def script() -> Iterator[Tensor]:
+        loader = make()
+        for epoch in range(count):
+            if isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.set_epoch(epoch)
+            yield from loader
+
+    return script
+
+
+def own_generator() -> DataLoader[Any]:
+    data = Noisy(10)
+    return DataLoader(data, 3, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(5)))
+
+
+def shared_generator(workers: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(10), 3, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(6))
+
+
+def validating() -> Iterator[Tensor]:
+    """Validation through a loader of its own, half of it, after every epoch."""
+    loader, check = DataLoader(Noisy(10), 2, shuffle=True), DataLoader(Noisy(6), 1, shuffle=True)
+    for _ in range(3):
+        yield from loader
+        for index, _batch in enumerate(check):
+            if index == 2:
+                break
+
+
+def validating_all() -> Iterator[Tensor]:
+    """Random numbers are drawn by the validation of the first epochs, which a restart does not repeat."""
+    loader, check = DataLoader(Noisy(5), 2, shuffle=True), DataLoader(Noisy(3), 1, shuffle=True)
+    for _ in range(4):
+        yield from loader
+        for _batch in check:
+            torch.rand(2)
+
+
+def zipped() -> Iterator[Tensor]:
+    left, right = DataLoader(Noisy(8), 2, shuffle=True), DataLoader(Noisy(12), 3, shuffle=True)
+    for _ in range(2):
+        for a, b in zip(left, right, strict=True):
+            yield torch.cat([a, b])
+
+
+def broken_off() -> Iterator[Tensor]:
+    """Epochs of at most three batches, and a new loader for each epoch."""
+    for _ in range(3):
+        for index, batch in enumerate(DataLoader(Noisy(12), 2, shuffle=True)):
+            if index == 3:
+                break
+            yield batch
+
+
+def by_hand() -> Iterator[Tensor]:
+    loader = DataLoader(Noisy(6), 2, shuffle=True)
+    iterator = iter(loader)
+    for _ in range(3):
+        while (batch := next(iterator, None)) is not None:
+            yield batch
+        iterator = iter(loader)
+
+
+SCRIPTS: dict[str, Script] = {
+    "sequential": epochs(lambda: DataLoader(Noisy(7), 2)),
+    "shuffled": epochs(lambda: DataLoader(Noisy(10), 3, shuffle=True)),
+    "distributed": epochs(lambda: DataLoader((d := Noisy(20)), 3, sampler=DistributedSampler(d, 2, 1, seed=3))),
+    "own generator": epochs(own_generator),
+    "shared generator": epochs(lambda: shared_generator(0)),
+    "no batching": epochs(lambda: DataLoader((d := Noisy(5)), batch_size=None, sampler=RandomSampler(d)), 2),
+    "replacement": epochs(lambda: DataLoader((d := Noisy(9)), 2, sampler=RandomSampler(d, True, 8))),
+    "eager sampler": epochs(lambda: DataLoader(Noisy(10), 3, sampler=GlobalShuffle())),
+    "iterable": epochs(lambda: DataLoader(Stream(), 3), 2),
+    "validating": validating,
+    "validating all": validating_all,
+    "zipped": zipped,
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_continues_bit_for_bit(name: str, tracker: Callable[[], LoaderTracker]) -> None:
+    script = SCRIPTS[name]
+    whole, _ = run(tracker(), script, seed=1)
+    for stop in range(1, len(whole)):
+        _, state = run(tracker(), script, seed=1, stop_after=stop)
+        rest = resume(tracker(), script, state)
+        assert len(rest) == len(whole) - stop, f"after {stop} steps"
+        assert all(torch.equal(a, b) for a, b in zip(rest, whole[stop:], strict=True)), f"after {stop} steps"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_continues_with_workers(persistent: bool, tracker: Callable[[], LoaderTracker]) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Noisy(10), 3, shuffle=True, num_workers=2, persistent_workers=persistent)
+
+    for make in (loader, lambda: shared_generator(2)):
+        script = epochs(make, 2)
+        whole, _ = run(tracker(), script, seed=2)
+        assert len(whole) == 8
+        for stop in (2, 4, 5):
+            _, state = run(tracker(), script, seed=2, stop_after=stop)
+            rest = resume(tracker(), script, state)
+            assert [b.tolist() for b in rest] == [b.tolist() for b in whole[stop:]]
+
+
+def test_an_epoch_that_the_script_broke_off_is_over(tracker: Callable[[], LoaderTracker]) -> None:
+    whole, _ = run(tracker(), broken_off, seed=1)
+    for stop in (3, 6):  # ends of epochs: in between, the script's own counter starts anew
+        _, state = run(tracker(), broken_off, seed=1, stop_after=stop)
+        rest = resume(tracker(), broken_off, state)
+        assert [b.tolist() for b in rest] == [b.tolist() for b in whole[stop:]]
+
+
+def test_skipped_batches_are_not_loaded(tracker: Callable[[], LoaderTracker]) -> None:
+    made: list[Noisy] = []
+
+    def script() -> Iterator[Tensor]:
+        made.append(Noisy(12))
+        yield from DataLoader(made[-1], 2)
+
+    _, state = run(tracker(), script, seed=1, stop_after=4)
+    resume(tracker(), script, state)
+    assert made[-1].loaded == [8, 9, 10, 11]
+
+
+def test_following_changes_nothing(tracker: Callable[[], LoaderTracker]) -> None:
+    seed_all(4)
+    unfollowed = [b.tolist() for b in SCRIPTS["shuffled"]()]
+    state = torch.get_rng_state()
+    tracker()
+    seed_all(4)
+    assert [b.tolist() for b in SCRIPTS["shuffled"]()] == unfollowed
+    assert torch.equal(torch.get_rng_state(), state)
