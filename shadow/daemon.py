@@ -105,6 +105,7 @@ class Shadow:
             if self._register is not None:
                 self._registration = self._register()
                 stack.callback(self._registration.close)
+                self._registration.set_seeded(self._engine.snapshot.state == "following")
             self._stack = stack.pop_all()
         return self
 

@@ -163,10 +163,12 @@ class Engine:
         self._incarnation = 0
         self._committed: Committed | None = None
         self._working: Replica | None = None
+        self._answers: list[Callable[[], None]] = []
         self._fences: deque[_Fence] = deque()
         self._refused: str | None = None
         self._asked = 0.0
         self._ask_pause = 0.0
+        self._ask_from = 0.0
         self._discarded = 0
         self._commits: deque[tuple[float, int]] = deque(maxlen=_COMMITS)
         self._commit_count = 0
@@ -247,9 +249,9 @@ class Engine:
 
         def task() -> None:
             try:
-                done.set_result(work())
+                self._answers.append(functools.partial(done.set_result, work()))
             except Exception as error:
-                done.set_exception(error)
+                self._answers.append(functools.partial(done.set_exception, error))
 
         self._put(task)
         return done.result(_CALL_S)
@@ -282,6 +284,10 @@ class Engine:
             except Exception as error:
                 log.exception("the shadow lost its state because of an error of its own")
                 self._lose(f"internal error: {error!r}")
+            finally:  # only now: who got an answer also sees what followed from it
+                answers, self._answers = self._answers, []
+                for answer in answers:
+                    answer()
 
     def _turn(self) -> None:
         """One task and all that follows from it."""
@@ -293,9 +299,7 @@ class Engine:
             if self._fences:
                 self._fences[0].active = time.monotonic()
         self._apply_ready()
-        if self._staging.commit_seed():
-            assert self._working is not None
-            self._commit(Committed(self._working, self._staging.boundaries), 0)
+        self._commit_seed()
         if self._inbox.empty():
             self._staging.check(time.monotonic())
             self._tend_fence()
@@ -389,6 +393,7 @@ class Engine:
         log.info("following from a seed of step %d", seed.step)
         if was_committed:
             self._commit(Committed(replica, self._staging.boundaries), 0)
+        self._commit_seed()
 
     @property
     def _committed_step(self) -> int | None:
@@ -423,6 +428,10 @@ class Engine:
             self._ask_pause = 0.0
             self._commit(self._committed, sum(gradient.nbytes for gradient in ready.gradients.values()))
 
+    def _commit_seed(self) -> None:
+        if self._staging.commit_seed() and self._working is not None:
+            self._commit(Committed(self._working, self._staging.boundaries), 0)
+
     def _commit(self, committed: Committed, nbytes: int) -> None:
         """Make it the state that is served, and tell."""
         if committed is not self._committed:
@@ -455,7 +464,8 @@ class Engine:
         self._fences.popleft()
         committed = self._committed
         self._open(max(self._incarnation + 1, fence.proposed), fence.world, committed)
-        fence.done.set_result((self._incarnation, self._committed_step))
+        self._ask_from = now + self._tuning.ask_s[0]  # who hears that there is no state sends one unasked
+        self._answers.append(functools.partial(fence.done.set_result, (self._incarnation, self._committed_step)))
 
     def _open(self, incarnation: int, world: int, start: Committed | None) -> None:
         self._incarnation = incarnation
@@ -463,7 +473,7 @@ class Engine:
         self._working = start.replica if start else None
         self._staging.begin(world, start.replica.step if start else None, start.boundaries if start else {})
         self._refused = None
-        self._ask_pause = self._asked = 0.0
+        self._ask_pause = self._asked = self._ask_from = 0.0
         self._discarded = 0
         self._listener.incarnation(incarnation)
         log.info("incarnation %d of %d ranks, from step %s", incarnation, world, start.replica.step if start else None)
@@ -473,7 +483,9 @@ class Engine:
         staging, now = self._staging, time.monotonic()
         if not self._incarnation or self._refused or (staging.step is not None and staging.damage is None):
             return
-        if staging.seed_is_coming or (self._asked and now - self._asked < self._ask_pause):
+        if staging.seed_is_coming or (staging.step is None and not staging.damage and now < self._ask_from):
+            return
+        if self._asked and now - self._asked < self._ask_pause:
             return
         if self._listener.ask_for_seed(staging.damage or "the shadow has no state"):
             self._seeds["requested"] += 1

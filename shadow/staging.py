@@ -349,13 +349,13 @@ class Staging:
         for number in usable[self._sets :]:
             self._break(number, f"the trainer is {self._sets} iterations ahead: no room for more gradients")
         others = [number for number in holding if number not in applicable]
+        room = max(0, self._sets - len(usable))
         if self._incoming is None:
             # One set stays free: a receiver whose sets are all taken could not show us newer iterations.
-            room = max(1, self._sets - 1 - len(usable))
-            surplus = others[:-room]
+            room = min(room, max(1, self._sets - 1))
+            surplus = others[: len(others) - room]
             self._trimmed = max([self._trimmed, *surplus])
         else:
-            room = max(1, self._sets - len(usable))
             after = [number for number in others if number > self._incoming]
             surplus = [number for number in others if number <= self._incoming] + after[room:]
         for number in surplus:

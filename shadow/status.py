@@ -107,7 +107,7 @@ class StatusServer:
         sock.settimeout(_STALL_S)
         try:
             request = json.loads(_read_line(sock, _REQUEST_BYTES))
-            command = self._commands.get(request.get("command")) if isinstance(request, dict) else None
+            command = self._commands.get(str(request.get("command"))) if isinstance(request, dict) else None
             if command is None:
                 raise CheckmateError(f"unknown request; commands are {', '.join(self._commands)}")
             answer = {"ok": command(request)}

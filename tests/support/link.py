@@ -1,0 +1,171 @@
+"""What packet tests of one connection need: two namespaces joined by a veth pair, and what crosses it as packets."""
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DSCP_TAG = 0x20
+OPTION = struct.Struct(">BBHI")
+OPTION_KIND, OPTION_LENGTH, OPTION_EXID = 253, 8, 0x434B
+SENDER, RECEIVER = "10.77.0.1", "10.77.0.2"
+_ETH_P_ALL = 3
+_SO_RCVBUFFORCE = 33
+_PACKET_STATISTICS = 6
+_SOL_PACKET = 263
+
+# Classic BPF for tc: one packet in %d, at random (SKF_AD_RANDOM), is shot, the others pass.
+_LOSSY = "5,32 0 0 4294963256,148 0 0 %d,21 0 1 0,6 0 0 2,6 0 0 0"
+
+
+def run(*command: str) -> None:
+    """Run a command; what it wrote is in the error when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+@dataclass(frozen=True)
+class Rack:
+    """Two namespaces; each has its end of the link as ``eth0``."""
+
+    sender: str
+    receiver: str
+
+    def command(self, netns: str, *command: str | Path) -> list[str]:
+        """The command, in a namespace, with the mounts of this one (``ip netns exec`` would hide cgroups)."""
+        return ["nsenter", f"--net=/run/netns/{netns}", "--", *map(str, command)]
+
+    def lose(self, one_in: int) -> None:
+        """Drop packets at random on both ends, behind the capture."""
+        for netns in (self.sender, self.receiver):
+            run("tc", "-n", netns, "qdisc", "add", "dev", "eth0", "clsact")
+            run("tc", "-n", netns, "filter", "add", "dev", "eth0", "ingress", "bpf", "da", "bytecode", _LOSSY % one_in)
+
+
+@contextlib.contextmanager
+def rack(mtu: int, offload: bool) -> Iterator[Rack]:
+    """Both namespaces, removed at the end."""
+    pair = Rack(f"ckmplug{os.getpid()}s", f"ckmplug{os.getpid()}r")
+    with contextlib.ExitStack() as stack:
+        for netns in (pair.sender, pair.receiver):
+            run("ip", "netns", "add", netns)
+            stack.callback(run, "ip", "netns", "del", netns)
+        peer = ["peer", "name", "eth0", "netns", pair.receiver]
+        run("ip", "-n", pair.sender, "link", "add", "eth0", "type", "veth", *peer)
+        for netns, address in ((pair.sender, SENDER), (pair.receiver, RECEIVER)):
+            run("ip", "-n", netns, "addr", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", netns, "link", "set", "eth0", "mtu", str(mtu), "up")
+            switch = "on" if offload else "off"
+            run(*pair.command(netns, "ethtool", "-K", "eth0", "tso", switch, "gso", switch, "gro", switch))
+        yield pair
+
+
+@dataclass
+class Packet:
+    """One TCP packet over IPv4. ``option``: value of the counter option, None without one."""
+
+    source: str
+    ports: tuple[int, int]
+    dscp: int
+    seq: int
+    flags: int
+    payload: bytes
+    option: int | None
+    last: bool
+    """The option is the last 8 bytes of the header."""
+
+
+def parse(frame: bytes) -> Packet | None:
+    """A packet from its Ethernet frame; None for anything but TCP over IPv4."""
+    if frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
+        return None
+    ip_bytes = (frame[14] & 15) * 4
+    total = int.from_bytes(frame[16:18]) or len(frame) - 14
+    tcp = frame[14 + ip_bytes : 14 + total]
+    header = tcp[: (tcp[12] >> 4) * 4]
+    option = _find_option(header[20:])
+    return Packet(
+        source=socket.inet_ntoa(frame[26:30]),
+        ports=struct.unpack(">HH", tcp[:4]),
+        dscp=frame[15] >> 2,
+        seq=int.from_bytes(tcp[4:8]),
+        flags=tcp[13],
+        payload=tcp[len(header) :],
+        option=option,
+        last=option is not None and header[-8:] == OPTION.pack(OPTION_KIND, OPTION_LENGTH, OPTION_EXID, option),
+    )
+
+
+def _find_option(options: bytes) -> int | None:
+    at = 0
+    while at < len(options) and options[at] != 0:
+        if options[at] == 1:
+            at += 1
+            continue
+        length = options[at + 1]
+        if options[at] == OPTION_KIND:
+            kind, size, exid, value = OPTION.unpack(options[at : at + OPTION_LENGTH])
+            assert (kind, size, exid) == (OPTION_KIND, OPTION_LENGTH, OPTION_EXID)
+            return int(value)
+        at += length
+    return None
+
+
+@dataclass
+class Capture:
+    """All frames that reach ``eth0`` of a namespace while the context is open."""
+
+    netns: str
+    frames: list[bytes] = field(default_factory=list)
+
+    def __enter__(self) -> "Capture":
+        self._socket = _socket_in(self.netns)
+        self._thread = threading.Thread(target=self._read)
+        self._stop = False
+        self._thread.start()
+        return self
+
+    def _read(self) -> None:
+        self._socket.settimeout(0.2)
+        while True:
+            try:
+                self.frames.append(self._socket.recv(1 << 17))
+            except TimeoutError:
+                if self._stop:
+                    return
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+        _, dropped = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))
+        self._socket.close()
+        assert dropped == 0, f"the capture lost {dropped} packets"
+
+    def packets(self) -> list[Packet]:
+        """TCP packets, in order of arrival."""
+        return [packet for frame in self.frames if (packet := parse(frame))]
+
+
+def _socket_in(netns: str) -> socket.socket:
+    """A packet socket of another namespace, made in a thread of its own."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/run/netns/{netns}").open() as file:
+            assert libc.setns(file.fileno(), 0) == 0
+        sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 256 << 20)
+        sock.bind(("eth0", _ETH_P_ALL))
+        made.append(sock)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
