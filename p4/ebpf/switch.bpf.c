@@ -123,7 +123,7 @@ struct packet {
 
 static __always_inline enum kind parse_tcp(struct __sk_buff *skb, struct packet *p, uint32_t l4_bytes)
 {
-    if (l4_bytes < sizeof(p->tcp) || bpf_skb_load_bytes(skb, p->tcp_offset, &p->tcp, sizeof(p->tcp)))
+    if (bpf_skb_load_bytes(skb, p->tcp_offset, &p->tcp, sizeof(p->tcp)))
         return MALFORMED;
     uint32_t header = p->tcp.doff * 4;
     if (p->tcp.doff < TCP_MIN_WORDS || header > l4_bytes)

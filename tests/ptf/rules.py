@@ -61,8 +61,9 @@ def rules(
     groups: Mapping[int, tuple[Replica, ...]] | None = None,
     heartbeats: Mapping[tuple[int, int], int] | None = None,
     rewrites: tuple[int, ...] = SHADOW_PORTS,
+    flood_rid: int = 0,
 ) -> Rules:
-    """All rules; groups, heartbeats and rewritten ports other than the usual ones where they are given."""
+    """All rules; groups, heartbeats, rewritten ports and the flood group's ids other than usual where given."""
     groups = GROUPS if groups is None else groups
     heartbeats = HEARTBEATS if heartbeats is None else heartbeats
     registrar = (("registrar_ip", address(REGISTRAR)), ("registrar_port", REGISTRAR_TCP))
@@ -78,5 +79,5 @@ def rules(
         *(rewrite(port) for port in rewrites),
         *(heartbeat(source, target, group) for (source, target), group in heartbeats.items()),
     ]
-    flood = Multicast(FLOOD_GROUP, tuple(Replica(port, 0) for port in TRAINER_PORTS))
+    flood = Multicast(FLOOD_GROUP, tuple(Replica(port, flood_rid) for port in TRAINER_PORTS))
     return Rules.of(entries, [flood, *(Multicast(number, replicas) for number, replicas in groups.items())])

@@ -121,6 +121,10 @@ FORWARDED: dict[str, tuple[Callable[[], bytes], tuple[str, ...]]] = {
     "timestamps only": (lambda: tcp(1, 2, [NOP, NOP, TIMESTAMP]), ("tagged_in", "tagged_without_option")),
     "option not last": (lambda: tcp(1, 2, [counter(), NOP, NOP, TIMESTAMP]), ("tagged_in", "tagged_without_option")),
     "option cut": (_cut_option, ("tagged_in", "tagged_without_option")),
+    "the fixed header's end read as an option": (
+        lambda: patched(tcp(1, 2, [NOP] * 4, urgptr=0x434B, chksum=0xFD08), TCP_AT + 20, bytes(4)),
+        ("tagged_in", "tagged_without_option"),
+    ),
     "another ExID": (lambda: tcp(1, 2, [(253, b"XX" + bytes(4))]), ("tagged_in", "tagged_without_option")),
     "another kind": (lambda: tcp(1, 2, [(254, b"CK" + bytes(4))]), ("tagged_in", "tagged_without_option")),
     "another length": (lambda: tcp(1, 2, [NOP, (253, b"CK" + bytes(3))]), ("tagged_in", "tagged_without_option")),
@@ -152,7 +156,7 @@ FORWARDED: dict[str, tuple[Callable[[], bytes], tuple[str, ...]]] = {
     "Ethernet header only, unknown type": (lambda: tcp(1, 2)[:12] + b"\x88\xb5", ()),
     "IPv4 header cut": (lambda: tcp(1, 2)[:33], ("malformed",)),
     "IPv4 version 6": (lambda: patched(tcp(1, 2), IP_AT, b"\x65"), ("malformed",)),
-    "IPv4 header too short": (lambda: patched(tcp(1, 2), IP_AT, b"\x44"), ("malformed",)),
+    "IPv4 header too short": (lambda: patched(tcp(1, 2, ack=0x50 << 24), IP_AT, b"\x44"), ("malformed",)),
     "IPv4 header too long": (lambda: patched(tcp(1, 2, payload=b""), IP_AT, b"\x4f"), ("malformed",)),
     "IPv4 length beyond the frame": (lambda: patched(tcp(1, 2), IP_AT + 2, b"\x05\xdc"), ("malformed",)),
     "IPv4 length 0": (lambda: patched(tcp(1, 2), IP_AT + 2, b"\0\0"), ("malformed",)),
@@ -192,6 +196,12 @@ def test_broadcast_and_unknown_addresses_reach_all_but_sender_and_shadows(switch
             assert {port: got for port, got in out.items() if got} == {
                 port: [frame] for port in TRAINER_PORTS if port != sender
             }
+
+
+def test_replica_ids_mean_nothing_to_flooding(reprogrammed: SwitchUnderTest) -> None:
+    reprogrammed.program(rules(flood_rid=config.SHADOW_RID))
+    out = reprogrammed.expect((1, patched(tcp(1, 2), 0, b"\xff" * 6)))
+    assert sorted(port for port, got in out.items() if got) == [2, 3, 4]
 
 
 def test_nothing_goes_back_where_it_came_from(switch: SwitchUnderTest) -> None:
