@@ -14,6 +14,7 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new channel tries at once instead of sitting out an old one's back-off
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_metadata_size", 1 << 20),  # where a refused batch tells of each update
 ]
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
