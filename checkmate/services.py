@@ -1,5 +1,7 @@
 """The long-running parts of a lab, each the process that it would be on a rack: switch, controller, shadow, job."""
 
+import json
+import socket as socket_module
 import subprocess
 import sys
 import time
@@ -94,7 +96,7 @@ class Services:
 
     def controller_status(self) -> dict[str, Any] | None:
         """The controller's status, None while it does not answer."""
-        return _try_query(self.controller_socket)
+        return _try_read(self.controller_socket)
 
     def _shadow_is_planned(self) -> bool:
         status = self.controller_status()
@@ -112,4 +114,14 @@ def _try_query(socket: Path) -> dict[str, Any] | None:
     try:
         return query(socket)
     except CheckmateError:
+        return None
+
+
+def _try_read(path: Path) -> dict[str, Any] | None:
+    try:
+        with socket_module.socket(socket_module.AF_UNIX) as sock:
+            sock.settimeout(5)
+            sock.connect(str(path))
+            return json.loads(sock.makefile().read())
+    except (OSError, ValueError):
         return None
