@@ -96,7 +96,8 @@ int ckm_core_release(struct ckm_core *core, uint64_t op);
 void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation);
 /* Forgets operations of iterations up to this one that are not complete, without reporting damage. */
 void ckm_core_discard(struct ckm_core *core, uint64_t iteration);
-/* Writes what is missing of an iteration, empty when nothing is known to be; returns the length as snprintf does. */
+/* Writes what is missing of an iteration; empty when all that was seen of it is complete, or it is long past, or
+ * another incarnation's. Returns the length as snprintf does. */
 int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size);
 void ckm_core_counters(struct ckm_core *core, struct ckm_counters *out);
 

@@ -1,5 +1,6 @@
 #include "core.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -152,22 +153,32 @@ void ckm_core_discard(struct ckm_core *core, uint64_t iteration)
     settle_and_unlock(core, ckm_now_us());
 }
 
-int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size)
+static size_t describe_incomplete(const struct ckm_core *core, uint64_t iteration, char *out, size_t size)
 {
     size_t used = 0;
-    pthread_mutex_lock(&core->lock);
-    if (size)
-        out[0] = 0;
+    int seen = 0;
     for (const struct ckm_op *op = core->ops.first; op; op = op->next) {
-        if (op->incarnation != incarnation || op->iteration != iteration)
+        if (op->incarnation != core->incarnation || op->iteration != iteration)
             continue;
+        seen = 1;
         if (op->state != CKM_OP_FILLING && op->state != CKM_OP_DAMAGED)
             continue;
         ckm_append(out, size, &used, "%s", used ? "\n" : "");
         ckm_op_describe_missing(op, out, size, &used);
     }
+    if (!seen && iteration + core->config.sets > core->ops.newest)
+        ckm_append(out, size, &used, "iteration %" PRIu64 ": nothing has arrived", iteration);
     if (used)
         ckm_flows_describe(core, out, size, &used);
+    return used;
+}
+
+int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size)
+{
+    if (size)
+        out[0] = 0;
+    pthread_mutex_lock(&core->lock);
+    size_t used = incarnation == core->incarnation ? describe_incomplete(core, iteration, out, size) : 0;
     pthread_mutex_unlock(&core->lock);
     return (int)used;
 }

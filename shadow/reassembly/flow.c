@@ -441,8 +441,9 @@ static void remove_flow(struct ckm_core *core, struct ckm_flow *flow, const char
     free(flow);
 }
 
-static struct ckm_flow *find_flow(struct ckm_core *core, const struct ckm_flow_key *key)
+static struct ckm_flow *find_flow(struct ckm_core *core, const struct ckm_segment *segment)
 {
+    const struct ckm_flow_key *key = &segment->key;
     struct ckm_flow **chain = chain_of(&core->flows, key), *flow = *chain;
     while (flow && (flow->key.src_ip != key->src_ip || flow->key.src_port != key->src_port ||
                     flow->key.dst_port != key->dst_port))
@@ -456,6 +457,7 @@ static struct ckm_flow *find_flow(struct ckm_core *core, const struct ckm_flow_k
     if (!flow)
         return NULL;
     flow->key = *key;
+    flow->first_seq = segment->seq;
     flow->chain = *chain;
     *chain = flow;
     link_last(&core->flows, flow);
@@ -463,31 +465,32 @@ static struct ckm_flow *find_flow(struct ckm_core *core, const struct ckm_flow_k
     return flow;
 }
 
+/* Stream offset of a sequence number: the one nearest to what is expected or, before that is known, to the first that
+ * was seen, so that a shadow that comes late finds its place. Negative: before the stream's start. */
+static int64_t offset_of(const struct ckm_flow *flow, uint32_t seq)
+{
+    uint64_t near = flow->next_offset ? flow->next_offset : flow->first_seq;
+    return (int64_t)near + (int32_t)(seq - (uint32_t)near);
+}
+
 /* A copy's first segment on addresses and ports that were used before: SYNs are not copied, so only its frame tells. */
 static int is_new_connection(const struct ckm_flow *flow, const struct ckm_segment *segment)
 {
     struct ckm_frame first;
-    if (segment->seq != 0 || !flow->identified || segment->length < sizeof first || !ckm_header_intact(segment->data))
+    if (segment->seq != 0 || segment->length < sizeof first || !ckm_header_intact(segment->data))
         return 0;
     memcpy(&first, segment->data, sizeof first);
+    if (!flow->identified)
+        return offset_of(flow, 0) != 0;
     if (first.incarnation != flow->incarnation || first.comm_id != flow->comm_id)
         return 1;
     /* The same job and communicator: the first frame again, a frame at the wrap, or another first frame. */
     return flow->first_crc && flow->next_offset < UINT32_MAX / 2 && first.header_crc != flow->first_crc;
 }
 
-/* Stream offset of a sequence number: the one nearest to what is expected. Before the first byte it is exact, so
- * that a shadow that comes late finds its place anywhere in the stream. -1: before the stream's start. */
-static int64_t offset_of(const struct ckm_flow *flow, uint32_t seq)
-{
-    if (flow->next_offset == 0)
-        return seq;
-    return (int64_t)flow->next_offset + (int32_t)(seq - (uint32_t)flow->next_offset);
-}
-
 void ckm_flows_segment(struct ckm_core *core, const struct ckm_segment *segment, uint64_t now_us)
 {
-    struct ckm_flow *flow = find_flow(core, &segment->key);
+    struct ckm_flow *flow = find_flow(core, segment);
     if (!flow)
         return; /* out of memory: the stream shows the hole */
     if (core->flows.last != flow) {

@@ -18,6 +18,7 @@ struct ckm_flow {
     struct ckm_flow *prev, *next; /* all flows, least recently used first */
     struct ckm_flow_key key;
     uint64_t next_offset; /* stream offset of the next byte; the first byte has offset and sequence number 0 */
+    uint32_t first_seq;   /* of the first segment seen; after a restart 0 */
     struct ckm_reorder held;
     enum ckm_flow_state state;
 

@@ -217,7 +217,7 @@ class Receiver:
         self._lib.ckm_core_discard(self._live_core(), iteration)
 
     def incomplete(self, incarnation: int, iteration: int) -> str:
-        """What is missing of an iteration, as text; empty when no operation of it is known to be incomplete."""
+        """What is missing of an iteration, as text; empty when all that was seen of it is complete, or it is past."""
         size = 1024
         while True:
             text = self._ffi.new("char[]", size)

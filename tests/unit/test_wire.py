@@ -1,0 +1,97 @@
+"""checkmate/wire.py against the header that it mirrors."""
+
+import re
+import shutil
+import subprocess
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cffi import FFI
+
+from checkmate import config, wire
+
+_HEADER = Path(str(resources.files("checkmate.nccl_plugin") / "include/checkmate/wire.h"))
+_TEXT = _HEADER.read_text()
+
+
+def _define(name: str) -> int:
+    match = re.search(rf"#define {name}\s+(\(?)([0-9a-fx]+)u(?: << (\d+))?", _TEXT)
+    assert match, name
+    return int(match[2], 0) << int(match[3] or 0)
+
+
+def test_every_field_has_the_offset_and_size_of_the_c_struct() -> None:
+    struct = re.search(r"struct ckm_frame \{.*?\};", _TEXT, re.DOTALL)
+    assert struct
+    ffi = FFI()
+    ffi.cdef(struct[0])
+    c_fields = {name: (field.offset, ffi.sizeof(field.type)) for name, field in ffi.typeof("struct ckm_frame").fields}
+    fields = {name: (offset, dtype.itemsize) for name, (dtype, offset, *_) in wire.FRAME.fields.items()}  # type: ignore[union-attr]
+    assert fields == c_fields
+    assert wire.HEADER_BYTES == ffi.sizeof("struct ckm_frame") == _define("CKM_HEADER_BYTES")
+
+
+def test_constants_are_those_of_the_header() -> None:
+    assert wire.MAGIC == _define("CKM_WIRE_MAGIC") == int.from_bytes(b"CKMF", "little")
+    assert wire.VERSION == _define("CKM_WIRE_VERSION")
+    assert wire.FLAG_TAGGED == _define("CKM_FLAG_TAGGED")
+    assert wire.FLAG_PAYLOAD_CRC == _define("CKM_FLAG_PAYLOAD_CRC")
+    assert wire.MAX_PAYLOAD == _define("CKM_MAX_PAYLOAD")
+    assert wire.TCPOPT_KIND == _define("CKM_TCPOPT_KIND")
+    assert wire.TCPOPT_LEN == _define("CKM_TCPOPT_LEN")
+    assert wire.TCPOPT_EXID == _define("CKM_TCPOPT_EXID")
+    assert config.DSCP_TAG == _define("CKM_DSCP_TAG_DEFAULT")
+
+
+def test_place_is_the_c_function(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    cases = [
+        (step, slices, pos, n)
+        for n in (2, 3, 4, 8)
+        for slices in (1, 2, 4)
+        for pos in range(n)
+        for step in range(4 * slices * 2 * (n - 1))
+    ]
+    source = tmp_path / "place.c"
+    source.write_text(
+        '#include <stdio.h>\n#include "checkmate/wire.h"\n'
+        'int main(void) { unsigned a, b, c, d; while (scanf("%u %u %u %u", &a, &b, &c, &d) == 4) {'
+        "struct ckm_place p = ckm_place(a, b, c, d);"
+        'printf("%u %u %u %d %u\\n", p.loop, p.chunk, p.slice, p.final, p.round); } }'
+    )
+    program = tmp_path / "place"
+    subprocess.run([compiler, f"-I{_HEADER.parents[1]}", "-o", program, source], check=True)
+    lines = "\n".join(" ".join(map(str, case)) for case in cases)
+    output = subprocess.run([program], input=lines, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == [" ".join(str(int(part)) for part in wire.place(*case)) for case in cases]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_boundary_ranks_place_each_final_chunk_once(n: int) -> None:
+    """First's round 0 and last's rounds 0 to n - 2 (heartbeat tagging) are all chunks, once."""
+    chunks = []
+    for ring_pos in (0, n - 1):
+        for k in range(2 * (n - 1)):
+            place = wire.place(k, 1, ring_pos, n)
+            if place.final and (ring_pos == n - 1 or place.round == 0):
+                chunks.append(place.chunk)
+    assert sorted(chunks) == list(range(n))
+
+
+def test_frame_has_valid_crcs() -> None:
+    frame = wire.frame(b"123456789", iteration=7, bucket=3)
+    header = np.frombuffer(frame[: wire.HEADER_BYTES], wire.FRAME)[0]
+    assert header["payload_crc"] == 0xE3069283  # the check value of CRC32C
+    assert header["header_crc"] == wire.crc32c(frame[: wire.HEADER_BYTES - 4])
+    assert (header["iteration"], header["bucket"], header["payload_len"]) == (7, 3, 9)
+    assert frame[wire.HEADER_BYTES :] == b"123456789"
+
+
+def test_given_fields_win_over_computed_ones() -> None:
+    frame = wire.frame(b"abcd", payload_len=3, payload_crc=1, header_crc=2, version=9)
+    header = np.frombuffer(frame[: wire.HEADER_BYTES], wire.FRAME)[0]
+    assert (header["payload_len"], header["payload_crc"], header["header_crc"], header["version"]) == (3, 1, 2, 9)
