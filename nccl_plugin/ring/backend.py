@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from checkmate.nccl_plugin.binding import plugin_path
 from checkmate.nccl_plugin.ring.engine import Operation, Ring, RingConfig, RingError, Task, lib
 from checkmate.nccl_plugin.ring.work import Completer, RingWork
-from torch.distributed.distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, Store
 
-from checkmate import config
 from checkmate.config import CheckmateError
 
 CHANNELS = "CHECKMATE_CHANNELS"
@@ -68,14 +68,6 @@ def _number(name: str, default: int, least: int, most: int, multiple: int = 1) -
         rule = f"{least} to {most}" + (f", a multiple of {multiple}" if multiple > 1 else "")
         raise CheckmateError(f"{name}={text}: allowed is {rule}")
     return value
-
-
-def _plugin() -> str:
-    """Path of the net plugin, named as NCCL names it."""
-    name = os.environ.get("NCCL_NET_PLUGIN", "")
-    if not name:
-        return str(config.library("libcheckmate_net.so"))
-    return name if "/" in name or name.endswith(".so") else f"libnccl-net-{name}.so"
 
 
 def _reduction(op: Any, collective: str) -> int:
@@ -150,7 +142,7 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._timeout = timeout
         self._pending: list[RingWork] = []
@@ -169,7 +161,7 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
             store.set(f"{generation}/comm_id", str(secrets.randbits(64)))
         store.wait([f"{generation}/comm_id"], self._timeout)
         setup = RingConfig(
-            plugin=_plugin() if self._size > 1 else "",
+            plugin=plugin_path() if self._size > 1 else "",
             name="checkmate",
             comm_id=int(store.get(f"{generation}/comm_id")),
             rank=self._rank,
@@ -178,7 +170,7 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
             slice_bytes=_number(SLICE_BYTES, DEFAULT_SLICE_BYTES, 4096, MAX_SLICE_BYTES, 4096),
         )
         ring = Ring(setup)
-        store.set(f"{generation}/handles/{self._rank}", ring.handles())
+        store.set(f"{generation}/handles/{self._rank}", ring.handles())  # type: ignore[arg-type]
         keys = [f"{generation}/handles/{r}" for r in range(self._size)]
         store.wait(keys, self._timeout)
         ring.connect([store.get(key) for key in keys], self._timeout.total_seconds())
