@@ -63,11 +63,11 @@ class Kill:
 class Result:
     """What a demo found: the keys of ``--json``.
 
-    ``tagged_bytes``, ``expected_bytes``: gradient payload of all committed iterations. ``copies``: packets that the switch
-    copied to the shadow. ``drops``: packets lost between switch and shadow. ``repeated_iterations``: iterations that
-    a rank had completed and that ran again; 1 if the kill only interrupted one. ``restore_seconds``: until the slowest
-    rank held the shadow's state, without the start of its process; ``downtime_seconds``: from the kill to the next new
-    checkpoint. Both are None without a kill.
+    ``tagged_bytes``, ``expected_bytes``: gradient payload of all committed iterations. ``copies``: packets that the
+    switch copied to the shadow. ``drops``: packets lost between switch and shadow. ``repeated_iterations``: iterations
+    that a rank had completed and that ran again; 1 if the kill only interrupted one. ``restore_seconds``: until the
+    slowest rank held the shadow's state, without the start of its process; ``downtime_seconds``: from the kill to the
+    next new checkpoint. Both are None without a kill.
     """
 
     iterations: int
@@ -101,7 +101,7 @@ class Result:
 
 
 def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Run the demo; True when the restored run equals the run that never failed. Prints, and cleans up on every path."""
+    """Run the demo; True when the restored run equals the run that never failed. Cleans up on every path."""
     kill = choose_kill(options)
     for prefix in clean_stale():
         console.print(f"removed what the killed run {prefix} had left behind")
@@ -242,10 +242,7 @@ class _Demo:
 
 
 def tagged_bytes(notes: list[dict[str, Any]], steps: int) -> int:
-    """Payload bytes tagged for the iterations that count: those of an incarnation up to the step that the next restored.
-
-    Raises CheckmateError when a rank's note is missing.
-    """
+    """Payload bytes tagged for iterations that count: of each incarnation up to the step that the next one restored."""
     restored = {note["incarnation"]: note["step"] for note in notes if note["kind"] == "restore"}
     by_step = {(n["incarnation"], n["step"], n["rank"]): n["tagged_bytes"] for n in notes if n["kind"] == "step"}
     incarnations = sorted({incarnation for incarnation, _, _ in by_step} | restored.keys())

@@ -1,8 +1,8 @@
 """What each rank notes about its own steps, one JSON object a line, in the file that CHECKMATE_METRICS names.
 
-Kinds: ``{"kind": "step", "rank", "incarnation", "step", "tagged_bytes"}`` when a step's boundary is handed over, with the
-gradient payload bytes that the plugin of this process has tagged so far; ``{"kind": "restore", "rank", "incarnation",
-"step", "seconds"}`` when a rank has restored a step.
+Kinds: ``{"kind": "step", "rank", "incarnation", "step", "tagged_bytes"}`` when a step's boundary is handed over, with
+the gradient payload bytes that the plugin of this process has tagged so far; ``{"kind": "restore", "rank",
+"incarnation", "step", "seconds"}`` when a rank has restored a step.
 """
 
 import json

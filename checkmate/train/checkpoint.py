@@ -18,6 +18,7 @@ from checkmate.protocol import Begun, Boundary, Layout, Message, StepRecord
 from checkmate.tensors import pack_group, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.boundary import RankState
+from checkmate.train.buckets import broadcast_order
 from checkmate.train.client import Client, ShadowError
 from checkmate.train.data import TRACKER
 from checkmate.train.hook import GradientHook, TagPlugin
@@ -56,6 +57,7 @@ class Checkpoint:
         self._started = False
         self._closed = False
         self._layout: Layout | None = None
+        self._ready_order: list[int] | None = None
         self._incarnation = 0
         self._seeder = Seeder(client, ddp.module, optimizer)
         self._link = RecordsLink(client, self._greeting, self._seeder.request)
@@ -181,6 +183,8 @@ class Checkpoint:
                 f"the state of step {held} could not be restored on rank(s) {failed}{reason}; no rank goes on, so that "
                 "states are never mixed"
             ) from problem
+        if self._hook.ready_order.restore(broadcast_order(self._ddp, self._ready_order)):
+            self._hook.register(self._ddp)
         self._step = held
         metrics.note("restore", **self._where(), seconds=time.monotonic() - start)
         log.info("rank %d restored step %d", self._peers.rank, held)
@@ -192,6 +196,7 @@ class Checkpoint:
         params, buffers = self._ddp.module.named_parameters(), self._ddp.module.named_buffers()
         unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
         self._state.restore(state.boundary)
+        self._ready_order = state.boundary.get("ready_order")
 
     # Every iteration
 
@@ -253,6 +258,7 @@ class Checkpoint:
         if state is not None:
             tagged = self._plugin.counters().tagged_bytes
             metrics.note("step", **self._where(), tagged_bytes=tagged)
+            state["ready_order"] = self._hook.ready_order.indices
             self._link.send(Boundary(self._step, state))
 
     def _where(self) -> dict[str, int]:

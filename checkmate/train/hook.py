@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.protocol import Layout
+from checkmate.train.buckets import ReadyOrder
 
 
 class Counters(Protocol):
@@ -82,6 +83,7 @@ class GradientHook:
         self._iteration = iteration
         self._group = ddp.process_group
         self._world = dist.get_world_size(self._group)
+        self.ready_order = ReadyOrder(ddp)
         self._params = {id(p): (name, p) for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()])
         self._keys: dict[int, tuple[Any, ...]] = {}
@@ -164,6 +166,7 @@ class GradientHook:
     def _seal(self) -> None:
         """End of backward: gradients must stay as they are now."""
         self._plugin.unregister_buckets()  # a buffer's address may be another tensor's after a rebuild
+        self.ready_order.seal()
         self._open = False
         self._reductions += 1
         self._sealed = {
