@@ -1,9 +1,10 @@
 """What one rank's state after a step holds beside parameters and optimizer state, and how a restart takes it up again.
 
-Two moments matter. *Just after the step*: random numbers and data positions; the next batch is drawn from them. *At
-the first forward after it*: random numbers, hyperparameters, schedulers, buffers and the user's own objects, which the
-script has changed since in ways that a restart does not repeat (``scheduler.step()``, ``ema.update()``). Objects that
-can be iterated are data positions and belong to the first moment.
+Three moments matter. *Just after the step*: data positions. *When the next batch is drawn* (without a DataLoader just
+after the step): random numbers, for a restarted script continues there. *At the first forward after the step*: random
+numbers, hyperparameters, schedulers, buffers and the user's own objects, which the script has changed since in ways
+that a restart does not repeat (``scheduler.step()``, ``ema.update()``). Objects of the user's that can be iterated are
+data positions and belong to the first moment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,14 +58,21 @@ class RankState:
 
     def after_step(self) -> None:
         """Note what the next batch is drawn from."""
-        self._after = {"rng": rng.capture(), "data": TRACKER.positions(), "stateful": _states("", self._positions)}
+        after = {"rng": rng.capture(), "data": TRACKER.positions(), "stateful": _states("", self._positions)}
+
+        def fetch() -> None:
+            TRACKER.before_fetch = None
+            after["rng"] = rng.capture()
+
+        self._after = after
+        TRACKER.before_fetch = fetch
 
     def take(self, at_forward: bool) -> dict[str, Any] | None:
         """State after the newest step, once; None when there is none or it was taken.
 
         ``at_forward`` False: the script is over, and no forward decides what its random numbers would have been.
         """
-        after, self._after = self._after, None
+        after, self._after, TRACKER.before_fetch = self._after, None, None
         if after is None:
             return None
         random_states = rng.capture() if at_forward else None

@@ -8,8 +8,8 @@ script run again from the top, and
 * the epoch that was under way skips the batches that were consumed: in the index sampler, so no data is loaded for
   them (an IterableDataset has no such sampler: its items are drawn and discarded);
 * random numbers are drawn for neither: samplers see the states that they saw the first time, everything else sees
-  the states as of just after the restored step; an epoch that began between that step and the next forward begins
-  with the states with which it began.
+  the states with which the first batch after the restored step was drawn; an epoch that began between that step and
+  the next forward begins with the states with which it began.
 """
 
 import functools
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from checkmate.train import rng
 
@@ -83,38 +84,53 @@ class _Loader:
 
 
 class LoaderTracker:
-    """Counts the batches of all DataLoaders and replays positions; ``before_iterate`` is called before each epoch."""
+    """Counts the batches of all DataLoaders and replays positions.
+
+    ``before_iterate`` is called before each epoch, ``before_fetch`` before each batch.
+    """
 
     def __init__(self) -> None:
         self.before_iterate: Callable[[], None] | None = None
+        self.before_fetch: Callable[[], None] | None = None
         self._loaders: list[_Loader] = []
         self._by_loader: weakref.WeakKeyDictionary[DataLoader[Any], _Loader] = weakref.WeakKeyDictionary()
         self._replay: dict[int, Position] = {}
         self._beginnings: dict[int, Progress] = {}
-        self._after_step: dict[str, Any] | None = None
-        self._original: Callable[[DataLoader[Any]], Any] | None = None
+        self._at_fetch: dict[str, Any] | None = None
+        self._undo: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Start to follow the iteration of every DataLoader of this process."""
-        if self._original is not None:
+        if self._undo is not None:
             return
-        original = self._original = DataLoader.__iter__
-
+        loader_class: Any = DataLoader
+        iterator_class: Any = _BaseDataLoaderIter
+        iterate_alone, fetch_alone = loader_class.__iter__, iterator_class.__next__
         pid = os.getpid()
 
-        @functools.wraps(original)
+        @functools.wraps(iterate_alone)
         def iterate(loader: DataLoader[Any]) -> Any:
             if os.getpid() != pid:  # in a loader's worker process
-                return original(loader)
-            return self._iterate(loader, original)
+                return iterate_alone(loader)
+            return self._iterate(loader, iterate_alone)
 
-        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+        @functools.wraps(fetch_alone)
+        def fetch(iterator: _BaseDataLoaderIter) -> Any:
+            if self.before_fetch is not None:
+                self.before_fetch()
+            return fetch_alone(iterator)
+
+        def undo() -> None:
+            loader_class.__iter__, iterator_class.__next__ = iterate_alone, fetch_alone
+
+        loader_class.__iter__, iterator_class.__next__ = iterate, fetch
+        self._undo = undo
 
     def remove(self) -> None:
         """Stop following."""
-        if self._original is not None:
-            DataLoader.__iter__ = self._original  # type: ignore[method-assign]
-            self._original = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def positions(self) -> list[Position]:
         """Of all loaders, in the order of first iteration."""
@@ -124,13 +140,13 @@ class LoaderTracker:
         """Of all loaders since ``positions``, in the order of first iteration."""
         return [loader.progress() for loader in self._loaders]
 
-    def replay(self, positions: Sequence[Position], later: Sequence[Progress], after_step: dict[str, Any]) -> None:
+    def replay(self, positions: Sequence[Position], later: Sequence[Progress], at_fetch: dict[str, Any]) -> None:
         """Bring the loaders to ``positions``, those just after a step.
 
         ``later``: ``progress`` at the first forward after it; an epoch that was not under way any more is over, even
-        if batches were left. ``after_step``: random states just after the step.
+        if batches were left. ``at_fetch``: random states with which the next batch is drawn.
         """
-        self._after_step = after_step
+        self._at_fetch = at_fetch
         self._beginnings = {index: progress for index, progress in enumerate(later) if "started" in progress}
         for index, (position, progress) in enumerate(zip(positions, later, strict=False)):
             is_over = progress["epoch"] != position["started"]
@@ -139,7 +155,7 @@ class LoaderTracker:
     def arrive(self) -> None:
         """The first forward after ``replay``: what is iterated from now on begins as it may."""
         self._beginnings.clear()
-        self._after_step = None
+        self._at_fetch = None
 
     def _iterate(self, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any]) -> Any:
         if self.before_iterate is not None:
@@ -172,7 +188,7 @@ class LoaderTracker:
         self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
     ) -> Any:
         """The last epoch that was over. Workers that outlive it are there afterwards, as they were."""
-        states = self._after_step or rng.capture()
+        states = self._at_fetch or rng.capture()
         iterator: Any = iter(())
         if loader.persistent_workers:
             iterator = self._open(entry, loader, original, _Mode.EMPTY)
@@ -183,7 +199,7 @@ class LoaderTracker:
     def _continue(
         self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
     ) -> Any:
-        states = self._after_step or rng.capture()
+        states = self._at_fetch or rng.capture()
         entry.at_iter, entry.at_first = goal["at_iter"], goal["at_first"]
         entry.iter_generators = goal["iter_generators"]
         rng.apply(entry.at_iter)

@@ -1,0 +1,707 @@
+"""attach in one process (a process group of one rank over gloo) against a fake shadow over real sockets."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent / "train_support"))
+from fake_shadow import FakePlugin, FakeShadow, order
+
+import checkmate
+from checkmate import config
+from checkmate.config import CheckmateError
+from checkmate.protocol import Boundary, Hello, Layout, StepRecord
+from checkmate.tensors import is_same
+from checkmate.train import attach as attach_module
+from checkmate.train import checkpoint as checkpoint_module
+from checkmate.train import checks, data
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> FakePlugin:
+    fake = FakePlugin()
+    monkeypatch.setattr(attach_module, "load_plugin", lambda: fake)
+    monkeypatch.setattr(config, "MIN_RANKS", 1)
+    monkeypatch.setattr(checks, "CARRIERS", ["gloo"])
+    return fake
+
+
+@pytest.fixture
+def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None, plugin: FakePlugin) -> Iterator[FakeShadow]:
+    fake = FakeShadow(1)
+    use(fake, tmp_path, monkeypatch)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture(autouse=True)
+def restarted() -> Iterator[Callable[[], None]]:
+    """A call makes this process forget its DataLoaders, as a restart would."""
+
+    def restart() -> None:
+        data.TRACKER.remove()
+        data.TRACKER.__init__()  # type: ignore[misc]
+
+    restart()
+    yield restart
+    restart()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("checkmate")]
+
+
+def use(shadow: FakeShadow, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in shadow.environment(folder).items():
+        monkeypatch.setenv(name, value)
+
+
+class Net(nn.Module):
+    """Two layers, dropout, batch norm: parameters, random numbers and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.second(self.drop(self.norm(self.first(x)).relu())).square().mean()
+        return loss
+
+
+def build(**kwargs: Any) -> tuple[DistributedDataParallel, AdamW]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **kwargs)
+    return ddp, AdamW(ddp.parameters(), lr=0.01)
+
+
+def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        loss = ddp(torch.randn(6, 4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_messages_of_each_step_come_in_order(shadow: FakeShadow, plugin: FakePlugin) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    assert checkpoint.resume() is None
+    assert [seed.step for seed, _ in shadow.seeds] == [0]
+    train(ddp, optimizer, 3)
+    assert order(shadow, 0) != [] and "B3" not in order(shadow, 0)
+    checkpoint.close()
+    # buckets are rebuilt after the first iteration: a second layout
+    assert order(shadow, 0) == ["L", "S1", "B1", "L", "S2", "B2", "S3", "B3"]
+    assert checkpoint.committed == 3 and checkpoint.dropped == 0
+    assert all(record.unfollowed is None and not record.skipped for record in shadow.of(StepRecord))
+    assert shadow.of(Hello)[0].incarnation == 1
+
+
+def test_buckets_are_tagged_with_their_iteration(shadow: FakeShadow, plugin: FakePlugin) -> None:
+    ddp, optimizer = build()
+    with_checkpoint = checkmate.attach(ddp, optimizer)
+    with_checkpoint.resume()
+    train(ddp, optimizer, 3)
+    assert not plugin.registered
+    with_checkpoint.close()
+    layouts = shadow.of(Layout)
+    for step, layout in ((1, layouts[0]), (2, layouts[-1]), (3, layouts[-1])):
+        tagged = [(bucket, nbytes) for iteration, bucket, nbytes in plugin.tagged if iteration == step]
+        assert tagged == [(b["bucket"], b["bytes"]) for b in layout.buckets]
+    assert len(layouts[-1].buckets) > 1
+    assert plugin.incarnation == 0
+
+
+def test_the_layout_says_where_each_gradient_is(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    seen: dict[int, Tensor] = {}
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    hook = checkpoint._hook._reduce
+    checkpoint._hook._reduce = lambda bucket: seen.update({bucket.index(): bucket.buffer()}) or hook(bucket)  # type: ignore
+    train(ddp, optimizer, 2)
+    params = dict(ddp.module.named_parameters())
+    layout = shadow.wait(lambda: len(shadow.of(StepRecord)) == 2) and shadow.of(Layout)[-1]
+    assert shadow.of(StepRecord)[-1].layout == layout.digest
+    found = []
+    for bucket in layout.buckets:
+        assert bucket["dtype"] == "float32" and bucket["bytes"] == seen[bucket["bucket"]].nbytes
+        for name, start, count in bucket["params"]:
+            found.append(name)
+            assert torch.equal(seen[bucket["bucket"]][start : start + count], params[name].grad.flatten())  # type: ignore
+    assert sorted(found) == sorted(params)
+    checkpoint.close()
+
+
+def test_records_carry_the_hyperparameters_of_the_step(shadow: FakeShadow) -> None:
+    ddp, _ = build()
+    params = list(ddp.parameters())
+    optimizer = AdamW([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], lr=1.0)
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for _ in range(3):
+        train(ddp, optimizer)
+        scheduler.step()
+    checkpoint.close()
+    groups = [record.groups for record in shadow.of(StepRecord)]
+    assert [g[0]["lr"] for g in groups] == [1.0, 0.5, 1 / 3]
+    assert [g["weight_decay"] for g in groups[0]] == [0.01, 0.0]
+    assert groups[0][0]["betas"] == [0.9, 0.999] and "params" not in groups[0][0]
+
+
+def unfollowed(shadow: FakeShadow) -> list[str | None]:
+    return [record.unfollowed for record in shadow.of(StepRecord)]
+
+
+def test_only_the_reducing_backward_counts(shadow: FakeShadow, plugin: FakePlugin) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            for _ in range(3):
+                ddp(torch.randn(6, 4)).backward()
+        ddp(torch.randn(6, 4)).backward()
+        optimizer.step()
+    checkpoint.close()
+    assert unfollowed(shadow) == [None, None]
+    assert sorted({iteration for iteration, _, _ in plugin.tagged}) == [1, 2]
+
+
+def clip(ddp: DistributedDataParallel) -> None:
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+
+
+def clip_for_loop(ddp: DistributedDataParallel) -> None:
+    nn.utils.clip_grad_value_(ddp.parameters(), 1e-6, foreach=False)
+
+
+def replace_one(ddp: DistributedDataParallel) -> None:
+    param = next(ddp.parameters())
+    param.grad = param.grad.clone()  # type: ignore[union-attr]
+
+
+def drop_one(ddp: DistributedDataParallel) -> None:
+    next(ddp.parameters()).grad = None
+
+
+def accumulate(ddp: DistributedDataParallel) -> None:
+    with ddp.no_sync():
+        ddp(torch.randn(6, 4)).backward()
+
+
+def reduce_again(ddp: DistributedDataParallel) -> None:
+    ddp(torch.randn(6, 4)).backward()
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (clip, "changed after its all-reduce"),
+        (clip_for_loop, "changed after its all-reduce"),
+        (replace_one, "gradient of first.weight was changed"),
+        (drop_one, "first.weight got no gradient"),
+        (accumulate, "changed after its all-reduce"),
+        (reduce_again, "2 all-reduces since the last step"),
+    ],
+)
+def test_changed_gradients_are_noticed(
+    shadow: FakeShadow,
+    plugin: FakePlugin,
+    change: Callable[[DistributedDataParallel], None],
+    reason: str,
+    as_view: bool,
+) -> None:
+    ddp, optimizer = build(gradient_as_bucket_view=as_view)
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer)
+    optimizer.zero_grad()
+    ddp(torch.randn(6, 4)).backward()
+    change(ddp)
+    optimizer.step()
+    train(ddp, optimizer)
+    checkpoint.close()
+    first, second, third = unfollowed(shadow)
+    assert first is None and third is None
+    assert second is not None and reason in second
+    tagged = [(iteration, bucket) for iteration, bucket, _ in plugin.tagged]
+    assert len(tagged) == len(set(tagged))  # never two gradients under one name
+
+
+def test_a_hook_of_the_users_that_changes_gradients_is_noticed(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3) and None)
+    train(ddp, optimizer)
+    checkpoint.close()
+    assert "changed after its all-reduce" in (unfollowed(shadow)[0] or "")
+
+
+def test_steps_without_gradients_of_their_own_are_not_followed(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer)
+    optimizer.step()
+    ddp(torch.randn(6, 4)).backward()
+    optimizer.step(lambda: 0.0)
+    checkpoint.close()
+    reasons = unfollowed(shadow)
+    assert reasons[0] is None
+    assert "no all-reduce" in (reasons[1] or "") and "closure" in (reasons[2] or "")
+    assert [record.step for record in shadow.of(StepRecord)] == [1, 2, 3]
+
+
+def test_a_seed_is_the_state_between_two_steps(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    shadow.seed_always = True
+    after: dict[int, list[Tensor]] = {0: [p.detach().clone() for p in ddp.module.parameters()]}
+    for step in range(1, 7):
+        train(ddp, optimizer)
+        after[step] = [p.detach().clone() for p in ddp.module.parameters()]
+        time.sleep(0.05)
+    checkpoint.close()
+    assert len(shadow.seeds) >= 4
+    for seed, tensors in shadow.seeds:
+        params = [t for (_, kind, *_), t in zip(seed.manifest, tensors, strict=True) if kind == "param"]
+        assert all(is_same(a, b) for a, b in zip(params, after[seed.step], strict=True))
+        assert seed.optimizer["class"] == "AdamW"
+        if seed.step:
+            steps = [t for (_, kind, *_), t in zip(seed.manifest, tensors, strict=True) if kind == "state.step"]
+            assert {t.item() for t in steps} == {seed.step}
+
+
+def test_the_optimizer_state_is_not_touched_by_following(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    assert optimizer.state_dict()["state"] == {}
+    train(ddp, optimizer)
+    assert {state["step"].item() for state in optimizer.state.values()} == {1}
+    checkpoint.close()
+
+
+# Resuming
+
+
+class Average:
+    """Something of the user's: changed after every step."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(3)
+
+    def update(self, model: nn.Module) -> None:
+        self.value += torch.rand(3) + next(model.parameters()).detach().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=40),
+    "sequential": lambda o: SequentialLR(o, [StepLR(o, 2), LambdaLR(o, lambda s: 0.5**s)], [4]),
+    "each epoch": lambda o: StepLR(o, 1, gamma=0.5),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+}
+
+
+def script(scheduler_name: str, optimizer_name: str, stop: int | None = None) -> tuple[list[float], dict[str, Any]]:
+    """A whole training script; ``stop``: killed in the iteration after this step."""
+    torch.manual_seed(5)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
+    average = Average()
+    checkpoint = checkmate.attach(ddp, optimizer, stateful={"average": average})
+    start = checkpoint.resume() or 0
+    scheduler = SCHEDULERS[scheduler_name](optimizer)
+    loader = DataLoader(TensorDataset(torch.arange(80.0).reshape(20, 4)), 6, shuffle=True)
+    losses = []
+    for _epoch in range(3):
+        for (x,) in loader:
+            loss = ddp(x + torch.rand(()))
+            optimizer.zero_grad()
+            loss.backward()
+            if stop is not None and start + len(losses) == stop:
+                checkpoint.close(finished=False)
+                return losses, {}
+            optimizer.step()
+            average.update(ddp)
+            if scheduler_name not in ("each epoch", "plateau"):
+                scheduler.step()
+            losses.append(loss.item())
+        if scheduler_name == "each epoch":
+            scheduler.step()
+        if scheduler_name == "plateau":
+            scheduler.step(1.0)
+    checkpoint.close()
+    final = {**ddp.module.state_dict(), "average": average.value, "random": torch.rand(3)}
+    for index, state in enumerate(optimizer.state.values()):
+        final |= {f"{index}.{key}": value for key, value in state.items() if value is not None}
+    return losses, final | {"lr": torch.tensor([group["lr"] for group in optimizer.param_groups])}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer", "stop"),
+    [
+        ("lambda", "adamw", 2),
+        ("one cycle", "adam", 4),
+        ("sequential", "adamw", 6),
+        ("each epoch", "sgd", 4),
+        ("each epoch", "adamw", 5),
+        ("plateau", "adam", 9),
+        ("plateau", "adam", 8),
+    ],
+)
+def test_a_restored_run_continues_bit_for_bit(
+    scheduler: str,
+    optimizer: str,
+    stop: int,
+    shadow: FakeShadow,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restarted: Callable[[], None],
+) -> None:
+    losses, final = script(scheduler, optimizer)
+    killed = FakeShadow(1)
+    use(killed, tmp_path, monkeypatch)
+    slow = checkpoint_module.Checkpoint._settle
+
+    def settle(self: Any) -> None:
+        if self._step == stop:
+            self._seeder.request("test")
+        slow(self)
+
+    monkeypatch.setattr(checkpoint_module.Checkpoint, "_settle", settle)
+    restarted()
+    first, _ = script(scheduler, optimizer, stop)
+    assert killed.wait(lambda: stop in killed.complete_steps())
+    restored = FakeShadow(1)
+    restored.hold(killed, stop)
+    use(restored, tmp_path, monkeypatch)
+    restarted()
+    second, resumed = script(scheduler, optimizer)
+    assert first + second == losses
+    different = [name for name in final if not is_same(final[name], resumed[name])]
+    assert not different
+    assert restored.of(StepRecord)[0].step == stop + 1
+    for fake in (killed, restored):
+        fake.close()
+
+
+def test_state_that_does_not_fit_is_refused(
+    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    checkpoint.close()
+    held = FakeShadow(1)
+    held.hold(shadow, 0)
+    use(held, tmp_path, monkeypatch)
+    other = DistributedDataParallel(nn.Linear(4, 1))
+    checkpoint = checkmate.attach(other, AdamW(other.parameters()))
+    with pytest.raises(CheckmateError, match=r"step 0 could not be restored on rank\(s\) \[0\]: .*doesn't fit"):
+        checkpoint.resume()
+    held.close()
+
+
+def test_a_broken_restore_is_refused(shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, optimizer = build()
+    shadow.committed = 7  # but it has no state of it: the connection just ends
+    checkpoint = checkmate.attach(ddp, optimizer)
+    with pytest.raises(CheckmateError, match="step 7 could not be restored"):
+        checkpoint.resume()
+    train(ddp, optimizer)  # nothing of ours is left
+    assert shadow.of(StepRecord) == []
+
+
+# Refusals
+
+
+def refuse(match: str, ddp: Any, optimizer: Any, stateful: dict[str, Any] | None = None) -> None:
+    with pytest.raises(CheckmateError, match=match):
+        checkmate.attach(ddp, optimizer, stateful=stateful)
+
+
+def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    params = list(ddp.parameters())
+
+    class Own(AdamW):
+        pass
+
+    refuse("Net is not a DistributedDataParallel", ddp.module, optimizer)
+    refuse(r"optimizer torch.optim.adagrad.Adagrad: only torch's own AdamW", ddp, torch.optim.Adagrad(params))
+    refuse(r"optimizer .*Own: only", ddp, Own(params))
+    refuse(r"parameter first.weight and 1 more are trained but not in this optimizer", ddp, AdamW(params[2:]))
+    stranger = nn.Parameter(torch.zeros(3))
+    refuse(r"group 0 holds a parameter of shape \[3\] that is not in the DDP module", ddp, AdamW([*params, stranger]))
+    refuse(r"stateful\['x'\] has no state_dict", ddp, optimizer, {"x": object()})
+    refuse("average.value is a builtins.object", ddp, optimizer, {"average": Unstorable()})
+    LambdaLR(optimizer, lambda step: 1.0)  # before the registry knew of it
+    from checkmate.train import registry  # noqa: PLC0415
+
+    registry._schedulers.clear()
+    refuse("a learning-rate scheduler was made before attach", ddp, optimizer)
+
+    frozen, _ = build()
+    frozen.module.first.weight.requires_grad_(False)
+    refuse("parameter first.weight is frozen but in parameter group 0", frozen, AdamW(frozen.parameters()))
+    sparse = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
+    refuse("has sparse gradients", sparse, SGD(sparse.parameters()))
+    hooked, optimizer = build()
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    refuse("has a communication hook already", hooked, optimizer)
+    assert shadow.incarnation == 0
+
+
+class Unstorable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_the_environment_is_checked(shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, optimizer = build()
+    with monkeypatch.context() as patch:
+        patch.delenv("CHECKMATE_SHADOWS")
+        refuse("CHECKMATE_SHADOWS is not set: it must be", ddp, optimizer)
+        patch.setenv("CHECKMATE_SHADOWS", "1.2.3.4")
+        refuse("CHECKMATE_SHADOWS=1.2.3.4 is not ip:port", ddp, optimizer)
+        patch.setenv("CHECKMATE_SHADOWS", "1.2.3.4:5,1.2.3.4:6")
+        refuse("names several shadows", ddp, optimizer)
+    monkeypatch.setenv("CHECKMATE_TOKEN_FILE", "/nonexistent")
+    refuse("token_file /nonexistent", ddp, optimizer)
+
+
+def test_back_ends_that_bypass_the_plugin_are_refused(shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CARRIERS", ["checkmate", "nccl"])
+    refuse("back end for cpu is gloo", *build())
+    monkeypatch.setattr(config, "MIN_RANKS", 2)
+    refuse(r"1 rank\(s\): no gradient crosses the network", *build())
+
+
+# Faults of the shadow
+
+
+def test_without_a_shadow_training_goes_on_and_is_followed_later(
+    shadow: FakeShadow,
+    plugin: FakePlugin,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
+    shadow.close()
+    ddp, optimizer = build()
+    started = time.monotonic()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    assert checkpoint.resume() is None
+    train(ddp, optimizer, 5)
+    assert time.monotonic() - started < 5
+    assert "training goes on without checkpoints" in caplog.text
+    assert plugin.tagged == []
+    late = FakeShadow(1, shadow.port)
+    step = 5
+    end = time.monotonic() + 15
+    while not late.seeds and time.monotonic() < end:
+        train(ddp, optimizer)
+        step += 1
+        time.sleep(0.1)
+    train(ddp, optimizer, 2)
+    checkpoint.close()
+    seeded = late.seeds[0][0].step
+    assert 5 < seeded <= step
+    assert {seeded + 1, seeded + 2} <= {record.step for record in late.of(StepRecord)}
+    assert {seeded + 1, seeded + 2} <= {iteration for iteration, _, _ in plugin.tagged}
+    late.close()
+
+
+def test_a_late_shadow_keeps_what_it_holds_beyond_us(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.1)
+    shadow.close()
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    late = FakeShadow(1, shadow.port)
+    late.committed = 1000
+    checkpoint.resume()
+    end = time.monotonic() + 15
+    while "not seeding: the shadow holds step 1000" not in caplog.text and time.monotonic() < end:
+        train(ddp, optimizer)
+        time.sleep(0.05)
+    checkpoint.close()
+    assert "not seeding: the shadow holds step 1000" in caplog.text
+    assert late.seeds == []
+    late.close()
+
+
+def test_a_shadow_that_dies_and_returns_is_followed_again(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer, 3)
+    shadow.close()
+    started = time.monotonic()
+    train(ddp, optimizer, 5)
+    assert time.monotonic() - started < 5
+    returned = FakeShadow(1, shadow.port)
+    returned.seed_always = True
+    end = time.monotonic() + 15
+    while not returned.seeds and time.monotonic() < end:
+        train(ddp, optimizer)
+        time.sleep(0.05)
+    checkpoint.close()
+    assert returned.seeds[0][0].step > 8
+    assert order(returned, 0)[0] == "L"  # a new connection needs the layout again
+    assert checkpoint.dropped > 0
+    returned.close()
+
+
+def test_a_shadow_that_accepts_and_is_silent_costs_bounded_time(
+    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("CHECKMATE_SHADOWS", f"127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        ddp, optimizer = build()
+        checkpoint = checkmate.attach(ddp, optimizer)
+        assert checkpoint.resume() is None
+        train(ddp, optimizer, 3)
+        checkpoint.close()
+        assert time.monotonic() - started < 10
+    assert "training goes on without checkpoints" in caplog.text
+
+
+def test_a_seed_that_is_not_acknowledged_is_a_warning(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "SEED_S", 0.3)
+    shadow.silent_seeds = True
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    started = time.monotonic()
+    checkpoint.resume()
+    train(ddp, optimizer, 2)
+    checkpoint.close()
+    assert time.monotonic() - started < 8
+    assert "did not acknowledge the initial state" in caplog.text
+
+
+def test_a_wrong_token_is_a_warning(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(os.environ["CHECKMATE_TOKEN_FILE"]).write_bytes(b"not the job's token")
+    ddp, optimizer = build()
+    started = time.monotonic()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer)
+    checkpoint.close()
+    assert time.monotonic() - started < 5
+    assert "refused: wrong job token" in caplog.text
+
+
+def test_an_error_of_our_own_stops_following_and_nothing_else(
+    shadow: FakeShadow, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(plugin, "register_bucket", broken)
+    train(ddp, optimizer, 2)
+    assert "stops following this run at step 0" in caplog.text
+    assert plugin.incarnation == 0 and shadow.of(Boundary) == []
+
+
+# The end
+
+
+def test_the_last_step_is_handed_over_before_the_process_group_goes(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer, 2)
+    original = checkpoint._undo and dist.destroy_process_group
+    dist.destroy_process_group()
+    assert order(shadow, 0)[-1] == "B2" and checkpoint.committed == 2
+    assert dist.destroy_process_group is not original
+
+
+def test_a_script_that_breaks_off_does_not_hand_over_its_last_step(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    with pytest.raises(ZeroDivisionError):
+        try:
+            train(ddp, optimizer, 2)
+            raise ZeroDivisionError  # before scheduler.step(), say
+        finally:
+            dist.destroy_process_group()
+    assert order(shadow, 0)[-1] == "S2" and checkpoint.committed == 1
+
+
+def test_resume_is_called_once_and_first(shadow: FakeShadow, caplog: pytest.LogCaptureFixture) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    train(ddp, optimizer)
+    assert "resume() was not called" in caplog.text
+    assert [seed.step for seed, _ in shadow.seeds] == [0]
+    with pytest.raises(CheckmateError, match="once, before the first forward"):
+        checkpoint.resume()
+    checkpoint.close()
+    checkpoint.close()
+
+
+def test_importing_checkmate_does_not_import_torch() -> None:
+    import subprocess  # noqa: PLC0415
+
+    code = (
+        "import sys, checkmate; assert 'torch' not in sys.modules; assert checkmate.attach and 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
