@@ -47,11 +47,12 @@ def tcp(
     **fields: Any,
 ) -> bytes:
     """A TCP/IPv4 frame between two hosts, with valid lengths and checksums unless fields say otherwise."""
-    frame = Ether(src=mac(source), dst=mac(target))
+    frame: Any = Ether(src=mac(source), dst=mac(target))
     for vlan in vlans:
         frame /= Dot1Q(vlan=vlan)
-    frame /= IP(**({"src": ip(source), "dst": ip(target), "tos": tos} | (ip_fields or {})))
-    frame /= TCP(**({"sport": 40000, "dport": 50000, "seq": seq, "flags": "A", "options": list(options)} | fields))
+    for_ip: dict[str, Any] = {"src": ip(source), "dst": ip(target), "tos": tos} | (ip_fields or {})
+    for_tcp: dict[str, Any] = {"sport": 40000, "dport": 50000, "seq": seq, "flags": "A", "options": list(options)}
+    frame /= IP(**for_ip) / TCP(**(for_tcp | fields))
     return bytes(frame / Raw(payload)) if payload else bytes(frame)
 
 

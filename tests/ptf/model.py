@@ -34,12 +34,12 @@ class Headers:
 
 @dataclass
 class Model:
-    """A switch with ``ports``; ``frames``/``bytes`` are keyed by (counter, port), ``entry_frames`` by table entry."""
+    """A switch with ``ports``; ``frames`` and ``octets`` are keyed by (counter, port), ``entry_frames`` by table entry."""
 
     rules: Rules
     ports: frozenset[int]
     frames: Counter[tuple[str, int]] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    octets: Counter[tuple[str, int]] = field(default_factory=Counter)
     entry_frames: Counter[Key] = field(default_factory=Counter)
 
     def process(self, port: int, frame: bytes) -> dict[int, list[bytes]]:
@@ -115,7 +115,7 @@ class Model:
 
     def _count(self, counter: str, port: int, frame: bytes) -> None:
         self.frames[counter, port] += 1
-        self.bytes[counter, port] += len(frame)
+        self.octets[counter, port] += len(frame)
 
 
 def _dst(frame: bytes) -> int:
@@ -199,7 +199,7 @@ def checksums_valid(frame: bytes) -> bool:
 
 def ones_sum(data: bytes) -> int:
     """Ones-complement sum of 16-bit words, the last one padded."""
-    total = sum(struct.unpack(f">{(len(data) + 1) // 2}H", data + b"\0" * (len(data) % 2)))
+    total: int = sum(struct.unpack(f">{(len(data) + 1) // 2}H", data + b"\0" * (len(data) % 2)))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return total

@@ -93,7 +93,7 @@ class SwitchUnderTest:
         change = self._difference(before, self.counters())
         for port in self.wires:
             assert out[port] == wanted[port], f"port {port}: {_first_difference(out[port], wanted[port])}"
-        assert change.ports == {key: (model.frames[key], model.bytes[key]) for key in model.frames}
+        assert change.ports == {key: (model.frames[key], model.octets[key]) for key in model.frames}
         assert change.entries == dict(model.entry_frames)
         return out
 

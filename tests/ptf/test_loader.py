@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from checkmate.p4.ebpf import libbpf, loader
-from checkmate.p4.ebpf.datapath import Registrar, Replica
+from checkmate.p4.ebpf.datapath import DatapathFull, Registrar, Replica
 from checkmate.p4.ebpf.loader import Switch, preflight
 from checkmate.p4.ebpf.netdev import Namespace
 from ptf.wire import Rack, rack
@@ -68,7 +68,7 @@ def test_nothing_is_left_after_an_error(built: Rack, monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError), Switch(built.interfaces, built.switch_netns):
         raise ZeroDivisionError
     assert state(built) == before
-    attach = loader.libbpf.Filter
+    attach = libbpf.Filter
     made: list[int] = []
 
     def fail_later(*arguments: Any) -> Any:
@@ -77,7 +77,7 @@ def test_nothing_is_left_after_an_error(built: Rack, monkeypatch: pytest.MonkeyP
             raise OSError("no")
         return attach(*arguments)
 
-    monkeypatch.setattr(loader.libbpf, "Filter", fail_later)
+    monkeypatch.setattr(libbpf, "Filter", fail_later)
     with pytest.raises(OSError, match="no"):
         Switch(built.interfaces, built.switch_netns).__enter__()
     assert state(built) == before
@@ -178,7 +178,7 @@ def test_offloads_towards_a_shadow_are_refused_with_the_command(built: Rack) -> 
 def test_a_full_group(built: Rack) -> None:
     with Switch(built.interfaces, built.switch_netns) as switch:
         switch.set_group(1, (Replica(1, 0),) * 64)
-        with pytest.raises(loader.DatapathFull, match="64"):
+        with pytest.raises(DatapathFull, match="64"):
             switch.set_group(1, (Replica(1, 0),) * 65)
 
 
@@ -186,11 +186,11 @@ def test_full_maps(built: Rack) -> None:
     with Switch(built.interfaces, built.switch_netns) as switch:
         for number in range(1, 1025):
             switch.set_group(number, ())
-        with pytest.raises(loader.DatapathFull):
+        with pytest.raises(DatapathFull):
             switch.set_group(2000, ())
         for number in range(1024):
             switch.set_heartbeat(1, number.to_bytes(6, "big"), 1)
-        with pytest.raises(loader.DatapathFull):
+        with pytest.raises(DatapathFull):
             switch.set_heartbeat(1, b"\1" * 6, 1)
         switch.set_heartbeat(1, bytes(6), None)
         switch.set_heartbeat(1, b"\1" * 6, 1)

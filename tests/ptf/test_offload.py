@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from checkmate.p4.ebpf.netdev import Namespace
@@ -61,7 +62,10 @@ def with_header(frame: bytes, header_bytes: int, segment: int) -> bytes:
     return struct.pack("=BBHHHH", _NEEDS_CSUM, kind, header_bytes, segment, _TCP_AT, _CHECK_AT) + frame
 
 
-OPTIONS = {"option alone": [counter(5000)], "with timestamps": [NOP, NOP, TIMESTAMP, counter(5000)]}
+OPTIONS: dict[str, list[Any]] = {
+    "option alone": [counter(5000)],
+    "with timestamps": [NOP, NOP, TIMESTAMP, counter(5000)],
+}
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -41,7 +41,7 @@ def may_write(arbitration: Arbitration, election: int | None, role: str = "", de
     try:
         arbitration.check_primary(request)
     except Refusal as refusal:
-        return code_pb2.Code.Name(refusal.code)
+        return str(code_pb2.Code.Name(refusal.code))
     return "OK"
 
 

@@ -24,7 +24,8 @@ class Controller:
     """One client and its stream."""
 
     def __init__(self, port: int, election: int) -> None:
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_metadata_size", 1 << 20)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=options)
         self.stub = p4runtime_pb2_grpc.P4RuntimeStub(self.channel)
         self.election = p4runtime_pb2.Uint128(low=election)
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -172,6 +173,15 @@ def test_a_batch_goes_on_after_an_error_and_tells_all(controller: Controller) ->
     assert code_of(error) == "UNKNOWN"
     assert details_of(error) == ["OK", "ALREADY_EXISTS", "NOT_FOUND", "OK"]
     assert len(controller.read(ALL_ENTRIES)) == 2
+
+
+def test_a_large_batch_tells_all_too(controller: Controller) -> None:
+    controller.set_pipeline()
+    batch = [drop(mac) for mac in range(500)]
+    controller.write(*batch)
+    with pytest.raises(grpc.RpcError) as error:
+        controller.write(*batch)
+    assert details_of(error) == ["ALREADY_EXISTS"] * 500
 
 
 def test_a_read_answers_what_it_can(controller: Controller) -> None:

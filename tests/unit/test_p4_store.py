@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from checkmate.p4.ebpf.datapath import Count, Counter, Drop, Flood, Forward, Registrar, Replica, Rewrite
+from checkmate.p4.ebpf.datapath import Count, Counter, Drop, Flood, Forward, L2Action, Registrar, Replica, Rewrite
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.refusal import Refusal
 from checkmate.p4.ebpf.store import Store
@@ -26,8 +26,8 @@ MAC_BYTES = MAC.to_bytes(6, "big")
 class World:
     """A store on a fake data path."""
 
-    def __init__(self, **limits: int) -> None:
-        self.datapath = FakeDatapath(**limits)
+    def __init__(self, max_groups: int = 1024) -> None:
+        self.datapath = FakeDatapath(max_groups=max_groups)
         self.store = Store(INFO, self.datapath)
 
     def write(self, kind: int, **entity: Any) -> None:
@@ -233,15 +233,19 @@ def test_an_action_for_defaults_only_cannot_be_an_entrys(world: World) -> None:
     world.refuses("PERMISSION_DENIED", INSERT, table_entry=entry("heartbeat", (1, MAC), action("NoAction")))
 
 
+def default_of(world: World) -> L2Action:
+    return world.datapath.l2_default
+
+
 def test_the_default_action_of_l2_forward(world: World) -> None:
     flood = entry("l2_forward", (), action("flood", 1), is_default_action=True)
     world.write(MODIFY, table_entry=flood)
-    assert world.datapath.l2_default == Flood(1)
+    assert default_of(world) == Flood(1)
     query = entry("l2_forward", is_default_action=True)
     assert [entity.table_entry for entity in world.read(table_entry=query)] == [flood]
     assert world.read(table_entry=entry("l2_forward")) == []
     world.write(MODIFY, table_entry=query)
-    assert world.datapath.l2_default == Drop()
+    assert default_of(world) == Drop()
     world.refuses("INVALID_ARGUMENT", INSERT, table_entry=flood)
     world.refuses("INVALID_ARGUMENT", DELETE, table_entry=flood)
     matched = entry("l2_forward", (MAC,), action("drop"), is_default_action=True)
