@@ -34,7 +34,7 @@ class Headers:
 
 @dataclass
 class Model:
-    """A switch with ``ports``; ``frames`` and ``octets`` are keyed by (counter, port), ``entry_frames`` by table entry."""
+    """A switch with ``ports``. Its counts: ``frames`` and ``octets`` by (counter, port), ``entry_frames`` by entry."""
 
     rules: Rules
     ports: frozenset[int]
