@@ -13,9 +13,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.status import export as export_state
+from checkmate.status import query
 from checkmate.topology import load_topology
 
 app = typer.Typer(
@@ -143,6 +147,54 @@ def shadow(
     shadow_config = ShadowConfig(job.job, token, node.control, socket, rx, threads)
     macs = [nic.mac for nic in node.nics]
     run_shadow(shadow_config, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
+
+
+@app.command()
+def plan(topology: Annotated[Path, typer.Argument(help="Topology (YAML).")], as_json: Json = False) -> None:
+    """Check a topology and show what the switch will hold when all its shadows are alive."""
+    from checkmate.plan import make_plan  # noqa: PLC0415
+
+    wanted = load_topology(topology)
+    the_plan = make_plan(wanted, {shadow.name for shadow in wanted.shadows})
+    if as_json:
+        print_json(the_plan.to_dict())
+    else:
+        Console().print(the_plan)
+
+
+@app.command()
+def preflight(
+    topology: Annotated[Path | None, typer.Option("--topology", "-t", help="Also check this job's links.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check that this machine has what Checkmate needs; exit code 1 if something is missing."""
+    from checkmate.controlplane.preflight import check_machine, check_offloads  # noqa: PLC0415
+
+    findings = [*check_machine(), *(check_offloads(load_topology(topology)) if topology else [])]
+    if as_json:
+        print_json({finding.what: finding.problem for finding in findings})
+    else:
+        table = Table("needed", "found", box=None)
+        for finding in findings:
+            table.add_row(finding.what, Text(finding.problem, "red") if finding.problem else Text("ok", "green"))
+        Console().print(table)
+    if any(finding.problem for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(socket: Annotated[Path, typer.Argument(help="Status socket of a shadow or a controller.")]) -> None:
+    """Show the status of a running shadow or controller as JSON."""
+    print_json(query(socket))
+
+
+@app.command()
+def export(
+    socket: Annotated[Path, typer.Argument(help="Status socket of a shadow.")],
+    out: Annotated[Path, typer.Argument(help="File to write.")],
+) -> None:
+    """Write a shadow's committed state to a file that plain PyTorch loads: {"model", "optimizer", "step"}."""
+    print_json({"step": export_state(socket, out), "path": str(out)})
 
 
 def fail(error: CheckmateError) -> int:

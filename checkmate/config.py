@@ -36,7 +36,5 @@ def library(name: str) -> Path:
     """
     path = Path(_lib.__path__[0]) / name
     if not path.is_file():
-        raise CheckmateError(
-            f"{name} is not built: expected {path}; run `make` in the source tree and reinstall"
-        )
+        raise CheckmateError(f"{name} is not built: expected {path}; run `make` in the source tree and reinstall")
     return path

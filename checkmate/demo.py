@@ -22,10 +22,11 @@ from rich.table import Table
 from checkmate import config, examples, metrics
 from checkmate.compare import differences, load_state
 from checkmate.config import CheckmateError
+from checkmate.controlplane.preflight import check_machine, require
 from checkmate.lab import Lab, LabConfig, clean_stale
 from checkmate.progress import RunView
 from checkmate.services import Services
-from checkmate.shadow.status import export
+from checkmate.status import export
 
 _REFRESH_SECONDS = 0.1
 _RUN_SECONDS = 1800.0
@@ -103,6 +104,7 @@ class Result:
 def run_demo(options: DemoOptions, console: Console) -> bool:
     """Run the demo; True when the restored run equals the run that never failed. Cleans up on every path."""
     kill = choose_kill(options)
+    require(check_machine(mounts=False))
     for prefix in clean_stale():
         console.print(f"removed what the killed run {prefix} had left behind")
     with _sigterm_interrupts():

@@ -33,6 +33,7 @@ from checkmate.topology import Endpoint, Group, Host, Nic, Shadow, Switch, Topol
 ROOT = Path("/run/checkmate")
 _PREFIX = re.compile(r"ckm\d+(-\d+)?")
 _STOP_SECONDS = 10.0
+_MOUNTS = {"bpf": "mode=0700", "cgroup2": "nosuid"}
 _COMMANDS = {
     "ip": "iproute2",
     "ethtool": "ethtool",
@@ -182,8 +183,10 @@ class Lab:
         for name in namespaces:
             _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         self._bring_links_up(nodes, switch)
-        self.bpf.mkdir()
-        _run("mount", "-t", "bpf", "-o", "mode=0700", "checkmate", str(self.bpf))
+        # Mounts of our own: whether and where the machine has them varies, and nothing of ours is left in its.
+        for kind, options in _MOUNTS.items():
+            (self.directory / kind).mkdir()
+            _run("mount", "-t", kind, "-o", options, "checkmate", str(self.directory / kind))
 
     def _configure_management(self, members: int) -> None:
         lines = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
@@ -231,9 +234,10 @@ def clean_stale() -> list[str]:
         if not _PREFIX.fullmatch(directory.name):
             continue
         with suppress(BlockingIOError, FileNotFoundError), _locked(directory):
-            if any(directory.joinpath(name).exists() for name in ("token", "bpf")):
-                removed.append(directory.name)
-            _remove_lab(directory.name, directory, keep=(directory / "keep").exists())
+            if (directory / "keep").exists():
+                continue
+            removed.append(directory.name)
+            _remove_lab(directory.name, directory, keep=False)
     return removed
 
 
@@ -274,11 +278,11 @@ def _remove_lab(prefix: str, directory: Path, keep: bool) -> None:
         _kill_members(name)
     for name in namespaces:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    bpf = directory / "bpf"
-    if bpf.exists():
-        subprocess.run(["umount", "-l", bpf], check=False, capture_output=True)
-        with suppress(OSError):
-            bpf.rmdir()
+    for mount in (directory / kind for kind in _MOUNTS):
+        if mount.exists():
+            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+            with suppress(OSError):
+                mount.rmdir()
     (directory / "token").unlink(missing_ok=True)
     if keep:
         (directory / "keep").touch()

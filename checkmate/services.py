@@ -1,7 +1,5 @@
 """The long-running parts of a lab, each the process that it would be on a rack: switch, controller, shadow, job."""
 
-import json
-import socket as socket_module
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ import yaml
 
 from checkmate.config import CheckmateError
 from checkmate.lab import Lab
-from checkmate.shadow.status import query
+from checkmate.status import query
 
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -96,7 +94,7 @@ class Services:
 
     def controller_status(self) -> dict[str, Any] | None:
         """The controller's status, None while it does not answer."""
-        return _try_read(self.controller_socket)
+        return _try_query(self.controller_socket)
 
     def _shadow_is_planned(self) -> bool:
         status = self.controller_status()
@@ -114,14 +112,4 @@ def _try_query(socket: Path) -> dict[str, Any] | None:
     try:
         return query(socket)
     except CheckmateError:
-        return None
-
-
-def _try_read(path: Path) -> dict[str, Any] | None:
-    try:
-        with socket_module.socket(socket_module.AF_UNIX) as sock:
-            sock.settimeout(5)
-            sock.connect(str(path))
-            return json.loads(sock.makefile().read())
-    except (OSError, ValueError):
         return None

@@ -12,11 +12,11 @@ from typing import Any, Self
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.reconcile import Outcome, reconcile
 from checkmate.controlplane.registration import RegistrationServer
-from checkmate.controlplane.status_server import StatusServer
 from checkmate.controlplane.target import Counters, Target, TargetError
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 
 from checkmate.plan import Plan, make_plan, show
+from checkmate.status import StatusServer
 from checkmate.topology import Topology
 
 _log = logging.getLogger("checkmate.controller")
@@ -70,14 +70,16 @@ class Controller:
         self._wake = threading.Event()
         self._loop = LoopThread("control-plane")
         self._registration = RegistrationServer(topology, token, self._loop, self._wake.set)
-        self._status_server = StatusServer(status_socket, self.status, self._loop) if status_socket else None
+        self._status_socket = status_socket
+        self._status_server: StatusServer | None = None
         self._worker = threading.Thread(target=self._work, name="reconcile", daemon=True)
 
     def start(self) -> None:
         """Start; raises CheckmateError when an address cannot be used. The switch may come up later."""
         try:
             self._registration.start()
-            if self._status_server:
+            if self._status_socket is not None:
+                self._status_server = StatusServer(self._status_socket, {"status": lambda _: self.status()})
                 self._status_server.start()
         except BaseException:
             self._close_servers()
@@ -134,8 +136,9 @@ class Controller:
         }
 
     def _close_servers(self) -> None:
-        if self._status_server:
+        if self._status_server is not None:
             self._status_server.close()
+            self._status_server = None
         self._registration.close()
         self._loop.close()
         self._target.close()

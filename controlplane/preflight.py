@@ -43,8 +43,11 @@ class Finding:
     problem: str | None = None
 
 
-def check_machine() -> list[Finding]:
-    """What the software switch, the counter option and the shadow need of the kernel and of Debian's packages."""
+def check_machine(mounts: bool = True) -> list[Finding]:
+    """What the software switch, the counter option and the shadow need of the kernel and of Debian's packages.
+
+    ``mounts`` False: file systems need not be mounted, only known to the kernel.
+    """
     return [
         *(_command(name, package) for name, package in _COMMANDS.items()),
         *(_library(name, package) for name, package in _LIBRARIES.items()),
@@ -54,8 +57,8 @@ def check_machine() -> list[Finding]:
             _try(f"BPF {what}", lambda kind=kind: _load_program(kind), option)  # type: ignore[misc]
             for kind, (what, option) in _BPF_PROGRAMS.items()
         ),
-        _mount("BPF file system", "bpf", "CONFIG_BPF_SYSCALL", "mount -t bpf bpf /sys/fs/bpf"),
-        _mount("control groups v2", "cgroup2", "CONFIG_CGROUPS", "mount -t cgroup2 none /sys/fs/cgroup"),
+        _mount("BPF file system", "bpf", "CONFIG_BPF_SYSCALL", "mount -t bpf bpf /sys/fs/bpf", mounts),
+        _mount("control groups v2", "cgroup2", "CONFIG_CGROUPS", "mount -t cgroup2 none /sys/fs/cgroup", mounts),
         _try("raw sockets (AF_PACKET)", _open_packet_socket, "CONFIG_PACKET"),
         *_links(),
     ]
@@ -106,10 +109,10 @@ def _try(what: str, action: Callable[[], None], option: str) -> Finding:
     return Finding(what)
 
 
-def _mount(what: str, kind: str, option: str, command: str) -> Finding:
+def _mount(what: str, kind: str, option: str, command: str, needed: bool) -> Finding:
     if f"\t{kind}\n" not in Path("/proc/filesystems").read_text():
         return Finding(what, f"unknown to the kernel; it needs {option}")
-    mounted = any(line.split()[2] == kind for line in Path("/proc/mounts").read_text().splitlines())
+    mounted = not needed or any(line.split()[2] == kind for line in Path("/proc/mounts").read_text().splitlines())
     return Finding(what, None if mounted else f"not mounted; {command}")
 
 

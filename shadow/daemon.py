@@ -20,11 +20,11 @@ import torch
 from checkmate.shadow.control import ControlServer, Limits
 from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
-from checkmate.shadow.status import StatusServer
 
+from checkmate import plain
 from checkmate.config import CheckmateError
+from checkmate.status import StatusServer
 from checkmate.tensors import set_group
-from checkmate.train import plain
 
 log = logging.getLogger("checkmate.shadow")
 

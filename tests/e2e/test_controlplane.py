@@ -1,9 +1,7 @@
 """Controller, eBPF switch and a registering shadow as processes in a lab: traffic flows, and all is restored."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +13,9 @@ import pytest
 from checkmate.controlplane.preflight import check_offloads
 
 from checkmate import config
+from checkmate.config import CheckmateError
 from checkmate.lab import Lab, LabConfig
+from checkmate.status import query
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
 
@@ -54,17 +54,13 @@ class Rack:
         return self.lab.spawn(netns, [sys.executable, "-c", SHADOW, self.topology_file], "shadow.log")
 
     def status(self) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(5)
-            asking.connect(str(self.socket))
-            status: dict[str, Any] = json.loads(b"".join(iter(lambda: asking.recv(65536), b"")))
-            return status
+        return query(self.socket)
 
     def in_sync_with(self, *live: str) -> Callable[[], bool]:
         def check() -> bool:
             try:
                 status = self.status()
-            except OSError:
+            except CheckmateError:
                 return False
             return bool(status["in_sync"] and status["live_shadows"] == list(live))
 

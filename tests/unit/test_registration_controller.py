@@ -1,6 +1,5 @@
 """The controller between shadows that come and go and a switch that restarts."""
 
-import json
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from checkmate.p4.ebpf.p4runtime_server import Server
 
 from checkmate.config import CheckmateError
 from checkmate.plan import HEARTBEAT, REPLICATE, Entry, make_plan
+from checkmate.status import query
 from checkmate.topology import Topology
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -84,12 +84,7 @@ class Rig:
         return client
 
     def status(self) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(5)
-            asking.connect(str(self.status_socket))
-            answer = b"".join(iter(lambda: asking.recv(65536), b""))
-        status: dict[str, Any] = json.loads(answer)
-        return status
+        return query(self.status_socket)
 
     def in_sync_with(self, *live: str) -> Callable[[], bool]:
         return lambda: (status := self.controller.status())["in_sync"] and status["live_shadows"] == list(live)

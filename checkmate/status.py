@@ -1,4 +1,4 @@
-"""A shadow's local socket: ``status`` as JSON and ``export`` of the committed state, one request for each connection.
+"""The local socket of a long-running part: status as JSON and other commands, one request for each connection.
 
 Request and answer are one line of JSON each; an answer is ``{"ok": ...}`` or ``{"error": text}``.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from checkmate.config import CheckmateError
 
-log = logging.getLogger("checkmate.shadow")
+log = logging.getLogger("checkmate.status")
 
 _REQUEST_BYTES = 8192
 _ANSWER_BYTES = 1 << 20
@@ -29,7 +29,7 @@ Handler = Callable[[Mapping[str, Any]], Any]
 
 
 def query(path: Path | str) -> dict[str, Any]:
-    """Status of the shadow that listens on this socket; CheckmateError when none answers."""
+    """Status of the shadow or controller that listens on this socket; CheckmateError when none answers."""
     answer: dict[str, Any] = _ask(Path(path), {"command": "status"}, _STALL_S)
     return answer
 
@@ -47,7 +47,7 @@ def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
             sock.sendall(json.dumps(request).encode() + b"\n")
             answer = json.loads(_read_line(sock, _ANSWER_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckmateError(f"no shadow answers on {path}: {error}; is it running?") from None
+        raise CheckmateError(f"nobody answers on {path}: {error}; is it running?") from None
     if "error" in answer:
         raise CheckmateError(answer["error"])
     return answer["ok"]
@@ -67,7 +67,7 @@ class StatusServer:
     """Answers on a unix socket that only this user may connect to, from ``start`` to ``close``.
 
     ``commands``: what to do for each ``command``; a CheckmateError or OSError that it raises is the answer. Requests
-    are served one after another. CheckmateError when another shadow listens there.
+    are served one after another. CheckmateError when another process listens there.
     """
 
     def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
@@ -75,7 +75,7 @@ class StatusServer:
         self._commands = commands
         self._stopping = threading.Event()
         self._listener = _listen(path)
-        self._thread = threading.Thread(target=self._run, name="shadow-status")
+        self._thread = threading.Thread(target=self._run, name="status")
 
     def start(self) -> None:
         """Answer from now on."""
@@ -138,7 +138,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what a killed shadow left."""
+    """Remove what a killed process left."""
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
@@ -146,5 +146,5 @@ def _remove_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_STALL_S)
         if probe.connect_ex(str(path)) == 0:
-            raise CheckmateError(f"status socket {path}: another shadow listens there; stop it or choose another path")
+            raise CheckmateError(f"status socket {path}: another process listens there; stop it or choose another path")
     path.unlink()
