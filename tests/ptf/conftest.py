@@ -7,7 +7,7 @@ import pytest
 from ptf.target import SwitchUnderTest, ebpf_switch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_switch() -> Iterator[SwitchUnderTest]:
     if os.geteuid() != 0:
         pytest.skip("needs root for namespaces, BPF and raw sockets")
