@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.tensors import pack_group, set_group
-from checkmate.train import plain, registry, rng
+from checkmate.train import registry, rng
 from checkmate.train.data import TRACKER
 
 VERSION = 1

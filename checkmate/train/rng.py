@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkmate.train import plain
+from checkmate import plain
 
 _PYTHON_STATE = struct.Struct("<625I")
 """The words of Python's Mersenne twister."""

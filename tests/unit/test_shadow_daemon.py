@@ -26,10 +26,10 @@ from checkmate.shadow.rx.receiver import RxConfig
 from support.shadow import JOB, TOKEN, FakeReceiver, Job, wait
 from support.trainer import Trainer, adamw, differing, small_model
 
+from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Hello, Layout, Refused, State, StepRecord, prove, receive
 from checkmate.tensors import named_state, pack_state, unpack_state
-from checkmate.train import plain
 from checkmate.train.client import ShadowError
 
 QUICK = Tuning(patience_s=0.3, quiet_s=0.05, fence_s=1.0, ask_s=(0.2, 5.0), grace_s=0.2)

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkmate import plain
 from checkmate.config import CheckmateError
-from checkmate.train import plain, rng
+from checkmate.train import rng
 
 
 def roundtrip(value: Any) -> Any:
