@@ -22,7 +22,6 @@ from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
 
 from checkmate import plain
-from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkmate.shadow import status as local
 from checkmate.shadow.control import Limits
 from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
@@ -27,6 +26,7 @@ from support.shadow import JOB, TOKEN, FakeReceiver, Job, wait
 from support.trainer import Trainer, adamw, differing, small_model
 
 from checkmate import plain
+from checkmate import status as local
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Hello, Layout, Refused, State, StepRecord, prove, receive
 from checkmate.tensors import named_state, pack_state, unpack_state
