@@ -27,7 +27,8 @@ _MAX_STREAMS = 16
 _THREADS = _MAX_STREAMS + 8
 """A stream occupies a thread for as long as it lives; the others are for calls."""
 _ENTITIES_PER_RESPONSE = 256
-_STOP_SECONDS = 2.0
+_STOP_SECONDS = 0.2
+"""Calls end within this time of the server; streams, which never end by themselves, are cancelled."""
 
 _Request = p4runtime_pb2.SetForwardingPipelineConfigRequest
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}

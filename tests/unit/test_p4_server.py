@@ -1,6 +1,7 @@
 """The P4Runtime server over gRPC, on a data path in memory."""
 
 import queue
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,6 +274,17 @@ def test_too_many_streams(port: int) -> None:
     assert refused == 1
     for client in clients:
         client.close()
+
+
+def test_the_server_ends_with_streams_open() -> None:
+    with Server(FakeDatapath(), "127.0.0.1:0", DEVICE) as server:
+        client = Controller(server.port, election=1)
+        client.arbitrate()
+        begin = time.monotonic()
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    with pytest.raises(grpc.RpcError):
+        client.next()
+    client.close()
 
 
 def test_an_address_in_use(port: int) -> None:
