@@ -276,6 +276,19 @@ def test_too_many_streams(port: int) -> None:
         client.close()
 
 
+def test_a_missing_group_is_logged_once(controller: Controller, caplog: pytest.LogCaptureFixture) -> None:
+    controller.set_pipeline()
+    flood = next(action for action in p4info.load().actions if action.preamble.alias == "flood")
+    for mac in (1, 2):
+        update = drop(mac)
+        update.entity.table_entry.action.action.action_id = flood.preamble.id
+        update.entity.table_entry.action.action.params.add(param_id=1, value=b"\x63")
+        controller.write(update)
+    assert [record.getMessage() for record in caplog.records if "multicast" in record.getMessage()] == [
+        "multicast group 99 is used but not configured: its traffic is forwarded, not copied"
+    ]
+
+
 def test_the_server_ends_with_streams_open() -> None:
     with Server(FakeDatapath(), "127.0.0.1:0", DEVICE) as server:
         client = Controller(server.port, election=1)
