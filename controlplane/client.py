@@ -160,6 +160,7 @@ class _Session:
 
     def close(self) -> None:
         self._requests.put(None)
+        self._listener.join(timeout=1)  # the switch has let go of our election id once it ends the stream
         self._stream.cancel()
         self._channel.close()
         self._listener.join(timeout=5)

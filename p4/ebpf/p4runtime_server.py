@@ -30,6 +30,15 @@ _ENTITIES_PER_RESPONSE = 256
 _STOP_SECONDS = 0.2
 """Calls end within this time of the server; streams, which never end by themselves, are cancelled."""
 
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    # A controller whose host has died stays primary until its stream is found dead.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
 _Request = p4runtime_pb2.SetForwardingPipelineConfigRequest
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -243,7 +252,7 @@ class Server:
     def __init__(self, datapath: Datapath, address: str, device_id: int = 1) -> None:
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="p4runtime"),
-            options=(("grpc.so_reuseport", 0),),
+            options=_OPTIONS,
         )
         p4runtime_pb2_grpc.add_P4RuntimeServicer_to_server(Servicer(datapath, device_id), self._server)
         try:
