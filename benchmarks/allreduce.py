@@ -20,6 +20,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import checkmate.nccl_plugin.ring.backend  # noqa: F401
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
 MIB = 1 << 20
 PORT = 29500
 PREFIX = "ckmbench"
@@ -127,20 +134,13 @@ def run(network: NetworkFactory, options: Options, timeout_s: float = 900.0) -> 
 
 
 def _worker(text: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import checkmate.nccl_plugin.ring.backend  # noqa: F401
-
     job = json.loads(text)
     if job["cpus"]:
         os.sched_setaffinity(0, {job["cpus"][job["rank"] % len(job["cpus"])]})
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
     address = f"tcp://{job['master']}:{PORT}"
-    dist.init_process_group(
-        "checkmate", init_method=address, rank=job["rank"], world_size=job["ranks"], timeout=limit
-    )
+    dist.init_process_group("checkmate", init_method=address, rank=job["rank"], world_size=job["ranks"], timeout=limit)
     groups = {"checkmate": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=limit)}
     seconds = {size: _measure(groups, size, job["repetitions"]) for size in job["sizes"]}
     if job["rank"] == 0:
@@ -149,14 +149,11 @@ def _worker(text: str) -> None:
     dist.destroy_process_group()
 
 
-def _measure(groups: "dict[str, object]", size: int, repetitions: int) -> dict[str, list[float]]:
-    import torch
-    import torch.distributed as dist
-
+def _measure(groups: dict[str, dist.ProcessGroup], size: int, repetitions: int) -> dict[str, list[float]]:
     tensor = torch.ones(size // 4)
     iterations = torch.zeros(1, dtype=torch.int64)
 
-    def block(group: object, count: int) -> float:
+    def block(group: dist.ProcessGroup, count: int) -> float:
         dist.barrier(group=group)
         start = time.perf_counter()
         for _ in range(count):
@@ -210,9 +207,6 @@ def summarise(seconds: dict[int, dict[str, list[float]]], ranks: int) -> list[Ro
 
 def show(rows: Sequence[Row], options: Options) -> None:
     """Print a table."""
-    from rich.console import Console
-    from rich.table import Table
-
     cpus = ", ".join(map(str, options.cpus)) if options.cpus else "all of " + _cpu_set()
     table = Table(
         title=f"all-reduce bus bandwidth, {options.ranks} ranks, MTU {options.mtu}, {options.channels} channels, "
@@ -222,9 +216,7 @@ def show(rows: Sequence[Row], options: Options) -> None:
     for heading in ("MiB", *BACKENDS, "ratio"):
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = [
-            f"{row.bandwidth[b]:.0f} ({row.spread[b][0]:.0f} to {row.spread[b][1]:.0f})" for b in BACKENDS
-        ]
+        cells = [f"{row.bandwidth[b]:.0f} ({row.spread[b][0]:.0f} to {row.spread[b][1]:.0f})" for b in BACKENDS]
         ratio = f"{row.ratio:.2f} ({row.ratio_range[0]:.2f} to {row.ratio_range[1]:.2f})"
         table.add_row(f"{row.bytes / MIB:g}", *cells, ratio)
     Console().print(table)
@@ -232,12 +224,8 @@ def show(rows: Sequence[Row], options: Options) -> None:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw bandwidth against size, with the range of the blocks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     sizes = [row.bytes / MIB for row in rows]
     for backend in BACKENDS:
         axes.plot(sizes, [row.bandwidth[backend] for row in rows], marker="o", label=backend)
@@ -266,7 +254,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--slice-bytes", type=int, default=MIB)
-    parser.add_argument("--cpus", type=_numbers, default=(), help="CPUs that ranks are pinned to in turn; default: none")
+    parser.add_argument("--cpus", type=_numbers, default=(), help="CPUs that ranks are pinned to in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", type=Path, help="write a plot to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

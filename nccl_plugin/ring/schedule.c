@@ -26,6 +26,8 @@ static uint32_t gcd(uint32_t a, uint32_t b)
 /* The channel-th stride coprime with n, in the order 1, n-1, 2, n-2, ... (cyclically). */
 static uint32_t stride_of(uint32_t n, uint32_t channel)
 {
+    if (n <= 2)
+        return 1;
     uint32_t nstrides = 0;
     for (uint32_t s = 1; s < n; s++)
         nstrides += gcd(s, n) == 1;

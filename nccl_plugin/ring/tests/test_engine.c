@@ -218,6 +218,17 @@ static void all_collectives(struct job *job, struct ckm_ring *ring, uint32_t ran
     }
 }
 
+/* One rank: copies. */
+static void alone(struct job *job, struct ckm_ring *ring, uint32_t rank)
+{
+    for (size_t k = 0; k < NSIZES; k++) {
+        allreduce(ring, job->nranks, rank, sizes[k], false);
+        allgather(ring, job->nranks, rank, sizes[k]);
+        reducescatter(ring, job->nranks, rank, sizes[k]);
+        broadcast(ring, rank, 0, sizes[k]);
+    }
+}
+
 /* ---- what a shadow would get ---- */
 
 struct frame {
@@ -394,6 +405,7 @@ int main(int argc, char **argv)
             test_shadow(n, channels, 5);
             test_shadow(n, channels, 30011);
         }
+    run(1, 2, alone);
     test_empty_messages();
     run(3, 2, refused);
     run(3, 2, late);

@@ -19,7 +19,7 @@ static struct ckm_schedule schedule_of(enum ckm_pattern pattern, uint32_t n, uin
 
 static void test_order(void)
 {
-    for (uint32_t n = 2; n <= MAX_RANKS; n++) {
+    for (uint32_t n = 1; n <= MAX_RANKS; n++) {
         for (uint32_t c = 0; c < 8; c++) {
             uint32_t order[MAX_RANKS], seen = 0;
             ckm_ring_order(n, c, order);
@@ -30,7 +30,7 @@ static void test_order(void)
         uint32_t a[MAX_RANKS], b[MAX_RANKS];
         ckm_ring_order(n, 0, a);
         ckm_ring_order(n, 1, b);
-        CHECK(n == 2 || a[n - 1] != b[n - 1], "n %u: the first two channels end at the same rank", n);
+        CHECK(n <= 2 || a[n - 1] != b[n - 1], "n %u: the first two channels end at the same rank", n);
     }
 }
 
