@@ -4,6 +4,7 @@ Everything else (the receive thread, the control server's threads, status) hands
 reads what it publishes: the committed state, guarded by a gate, and a snapshot for ``status``.
 """
 
+import contextlib
 import functools
 import logging
 import queue
@@ -12,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _INBOX = 4096
 """Tasks waiting for the engine; a peer that sends more is held up."""
 _IDLE_S = 0.5
-_POLL_S = 1.0
+_POLL_S = 0.5
 _CALL_S = 30.0
 _COMMITS = 64
 """Commits that rates are computed from."""
@@ -186,6 +186,8 @@ class Engine:
     def stop(self) -> None:
         """Stop and join the threads; pending calls fail."""
         self._stopping.set()
+        with contextlib.suppress(queue.Full):
+            self._inbox.put_nowait(lambda: None)  # wakes the engine
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -226,13 +228,13 @@ class Engine:
         """Rank 0 can be asked now."""
         self._put(self._ask_again)
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, cancel: Callable[[], None]) -> Iterator[Committed | None]:
         """The committed state, which stays as it is meanwhile; ``cancel`` is called when that takes too long."""
         with self._gate.reading(cancel):
             yield self._committed
 
-    @contextmanager
+    @contextlib.contextmanager
     def restoring(self, rank: int, cancel: Callable[[], None]) -> Iterator[tuple[State, list[Tensor]]]:
         """Message and live tensors for a rank that restores."""
         with self.reading(cancel) as committed:
@@ -303,9 +305,9 @@ class Engine:
         if self._inbox.empty():
             self._staging.check(time.monotonic())
             self._tend_fence()
-        self._tend_seed()
         self._discard_useless()
         self._publish()
+        self._tend_seed()
 
     # Tasks --------------------------------------------------------------------------------------------------------
 
