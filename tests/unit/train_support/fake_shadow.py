@@ -151,6 +151,8 @@ class FakeShadow:
 
     def _seed(self, sock: socket.socket, hello: Hello) -> None:
         seed = receive(sock)
+        if seed is None:  # given up
+            return
         assert isinstance(seed, Seed)
         if self.silent_seeds:
             time.sleep(60)
