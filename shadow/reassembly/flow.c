@@ -10,6 +10,10 @@
 #include "header.h"
 
 #define FLOW_TEXT 96
+/* The CRC is taken of the placed bytes, while they are in the first-level cache: in multiples that fill the
+ * checksum's parallel lanes, and a little behind, as the newest are still on their way there. */
+#define CRC_BYTES 6144u
+#define CRC_LAG   8192u
 
 static void describe(const struct ckm_flow *flow, char text[FLOW_TEXT])
 {
@@ -74,10 +78,18 @@ static void leave_frame(struct ckm_flow *flow)
 
 /* From frames to operations */
 
+/* Continues the payload's CRC over the first bytes of what was placed and not checked yet. */
+static void check_placed(struct ckm_flow *flow, uint32_t bytes)
+{
+    flow->crc = ckm_crc32c(flow->crc, flow->dst - flow->unchecked, bytes);
+    flow->unchecked -= bytes;
+}
+
 static void finish_frame(struct ckm_core *core, struct ckm_flow *flow)
 {
     const struct ckm_frame *h = &flow->header.fields;
     if (is_filling(flow)) {
+        check_placed(flow, flow->unchecked);
         if (flow->crc == h->payload_crc) {
             core->counters.frames++;
             core->counters.payload_bytes += h->payload_len;
@@ -116,11 +128,19 @@ static void refuse_header(struct ckm_core *core, struct ckm_flow *flow, const ch
         ckm_damage(core, h->incarnation, &h->iteration, &h->bucket, error, where);
 }
 
+static void count_gap(struct ckm_core *core, uint64_t bytes)
+{
+    core->counters.gaps++;
+    core->counters.gap_bytes += bytes;
+}
+
 /* The stream was resumed at this frame after bytes were lost: what is now known never to complete? */
 static void settle_loss(struct ckm_core *core, struct ckm_flow *flow, struct ckm_op *op)
 {
     const struct ckm_frame *h = &flow->header.fields;
     char where[256], text[FLOW_TEXT];
+    if (!flow->has_last)
+        count_gap(core, flow->lost_to - flow->lost_from);
     describe(flow, text);
     snprintf(where, sizeof where, "%s: bytes %" PRIu64 "..%" PRIu64 " before channel %u step %u", text, flow->lost_from,
              flow->lost_to, h->channel, h->step);
@@ -149,6 +169,7 @@ static void start_payload(struct ckm_flow *flow)
 {
     flow->left = flow->header.fields.payload_len;
     flow->crc = 0;
+    flow->unchecked = 0;
     flow->state = CKM_FLOW_PAYLOAD;
     flow->blocked_us = 0;
 }
@@ -250,9 +271,11 @@ static uint32_t take_payload(struct ckm_flow *flow, const uint8_t *data, uint32_
 {
     uint32_t n = flow->left < length ? flow->left : length;
     if (is_filling(flow)) {
-        flow->crc = ckm_crc32c(flow->crc, data, n);
         memcpy(flow->dst, data, n);
         flow->dst += n;
+        flow->unchecked += n;
+        if (flow->unchecked >= CRC_BYTES + CRC_LAG)
+            check_placed(flow, (flow->unchecked - CRC_LAG) / CRC_BYTES * CRC_BYTES);
     }
     flow->left -= n;
     flow->next_offset += n;
@@ -321,12 +344,12 @@ static void skip_hole(struct ckm_core *core, struct ckm_flow *flow, uint64_t to)
     uint64_t from = flow->next_offset, lost = to - from;
     char detail[96];
     snprintf(detail, sizeof detail, "bytes %" PRIu64 "..%" PRIu64, from, to);
-    core->counters.gaps++;
-    core->counters.gap_bytes += lost;
     int inside = flow->state == CKM_FLOW_PAYLOAD && lost <= flow->left;
-    /* A flow without a valid header yet may be an old job's: it is told of when one is found. */
-    int known = flow->state != CKM_FLOW_SEEK && flow->identified && !is_stale(core, flow);
-    if (inside ? is_filling(flow) : known)
+    /* A flow without a valid header yet may be an old job's: the hole counts when one of this job is found. */
+    int known = flow->identified && !is_stale(core, flow);
+    if (known)
+        count_gap(core, lost);
+    if (inside ? is_filling(flow) : known && flow->state != CKM_FLOW_SEEK)
         damage(core, flow, "bytes were lost", detail);
     flow->next_offset = to;
     if (inside) {

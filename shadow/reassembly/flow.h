@@ -30,7 +30,8 @@ struct ckm_flow {
     struct ckm_op *op; /* payload is placed here; NULL: skipped */
     uint8_t *dst;
     uint32_t left; /* payload bytes to come */
-    uint32_t crc;
+    uint32_t crc;  /* of the payload placed so far, but for the last unchecked bytes */
+    uint32_t unchecked;
 
     int identified; /* a valid header was seen; first_crc is of the one at offset 0, 0: none seen */
     uint32_t incarnation, first_crc;
