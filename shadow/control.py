@@ -8,6 +8,7 @@ wait: acknowledgements that don't fit into the kernel's buffer are dropped.
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import select
 import socket
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkmate.shadow import messages
@@ -78,6 +79,10 @@ class Service(Protocol):
         """Rank 0 listens."""
 
 
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 @dataclass(frozen=True)
 class Limits:
     """``handshake_s``: for all of it. ``stall_s``: for one read or write. ``seed_bytes``: largest state accepted."""
@@ -85,7 +90,7 @@ class Limits:
     handshake_s: float = 5.0
     stall_s: float = 10.0
     connections: int = 256
-    seed_bytes: int = 1 << 40
+    seed_bytes: int = field(default_factory=_physical_memory)
 
 
 class _Denied(Exception):

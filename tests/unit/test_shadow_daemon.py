@@ -577,6 +577,18 @@ def test_a_seed_that_breaks_off_is_forgotten(job: Job) -> None:
     assert job.client().send_seed(job.incarnation, seed, tensors, lambda _: None) == 0
 
 
+def test_a_state_that_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path, receiver: FakeReceiver) -> None:
+    with Shadow(config(tmp_path, limits=Limits(seed_bytes=1000)), make_receiver=lambda _: receiver) as shadow:
+        job = Job(shadow, receiver, Trainer(), world=1)
+        job.begin()
+        seed, _ = job.trainer.seed()
+        with job.client().connect("seed", job.incarnation) as sock:
+            sock.sendall(seed.encode())
+            message: Any = receive(sock)
+        assert "does not fit into this shadow, which takes 1000" in message.reason
+        job.kill()
+
+
 def test_connections_are_bounded_and_silence_is_ended(tmp_path: Path, receiver: FakeReceiver) -> None:
     limits = Limits(handshake_s=0.3, stall_s=0.3, connections=4)
     with Shadow(config(tmp_path, limits=limits), make_receiver=lambda _: receiver) as shadow:
@@ -730,7 +742,7 @@ def test_run_shadow_ends_cleanly_and_idles_cheaply(tmp_path: Path, number: int) 
         wait(status.exists, "start", 60)
         wait(lambda: local.query(status)["state"] == "waiting for seed", "status", 10)
         before = _cpu_seconds(child.pid)
-        time.sleep(1)
+        time.sleep(2)
         used = _cpu_seconds(child.pid) - before
         child.send_signal(number)
         out, err = child.communicate(timeout=20)
@@ -739,7 +751,7 @@ def test_run_shadow_ends_cleanly_and_idles_cheaply(tmp_path: Path, number: int) 
         child.wait()
     assert (out, child.returncode) == ("clean\n", 0), err
     assert not status.exists()
-    assert used < 0.1
+    assert used <= 0.04, "2 % of a core"
 
 
 def _cpu_seconds(pid: int) -> float:
