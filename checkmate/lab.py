@@ -33,25 +33,42 @@ from checkmate.topology import Endpoint, Group, Host, Nic, Shadow, Switch, Topol
 ROOT = Path("/run/checkmate")
 _PREFIX = re.compile(r"ckm\d+(-\d+)?")
 _STOP_SECONDS = 10.0
+_STEER = 'for mask in /sys/class/net/*/queues/rx-*/rps_cpus; do echo "$1" > "$mask" || exit; done'
 _MOUNTS = {"bpf": "mode=0700", "cgroup2": "nosuid"}
 _COMMANDS = {
     "ip": "iproute2",
     "ethtool": "ethtool",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
+    "taskset": "util-linux",
     "mount": "mount",
     "sysctl": "procps",
 }
 
 
 @dataclass(frozen=True)
+class Placement:
+    """CPUs of the training nodes and CPUs of all the rest (switch, shadow, controller).
+
+    Each side's processes run there, and so does what the kernel does for packets that arrive at its interfaces.
+    """
+
+    nodes: tuple[int, ...]
+    rack: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LabConfig:
-    """Size of a lab: ``ranks`` nodes, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2")."""
+    """Size of a lab: ``ranks`` nodes, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
+
+    ``placement`` None: everything runs where the kernel puts it.
+    """
 
     ranks: int = 4
     mtu: int = 1500
     target: str = "ebpf"
     job: str = "lab"
+    placement: Placement | None = None
 
 
 def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
@@ -132,13 +149,27 @@ class Lab:
         return self.directory / "bpf"
 
     def spawn(
-        self, netns: str, argv: Sequence[str | Path], log: str, env: Mapping[str, str] | None = None
+        self,
+        netns: str,
+        argv: Sequence[str | Path],
+        log: str,
+        env: Mapping[str, str] | None = None,
+        *,
+        trains: bool = False,
+        stdin: int | None = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a namespace; it dies with this one, and its output goes to DIRECTORY/LOG."""
+        """Start a process in a namespace; it dies with this one, and its output goes to DIRECTORY/LOG.
+
+        ``trains``: it belongs to the training nodes, which decides about its CPUs. ``stdin`` as for ``Popen``.
+        """
+        command = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{netns}", "--", *map(str, argv)]
+        if placement := self._config.placement:
+            cpus = placement.nodes if trains else placement.rack
+            command = ["taskset", "--cpu-list", ",".join(map(str, cpus)), *command]
         with (self.directory / log).open("ab") as output:
             process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{netns}", "--", *map(str, argv)],
-                stdin=subprocess.DEVNULL,
+                command,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
@@ -183,6 +214,8 @@ class Lab:
         for name in namespaces:
             _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         self._bring_links_up(nodes, switch)
+        if self._config.placement:
+            self._steer_packets(self._config.placement)
         # Mounts of our own: whether and where the machine has them varies, and nothing of ours is left in its.
         for kind, options in _MOUNTS.items():
             (self.directory / kind).mkdir()
@@ -210,6 +243,17 @@ class Lab:
                 if software:
                     offloads = ["tx", "off", "rx", "off", "tso", "off", "gso", "off", "gro", "off"]
                     _run("nsenter", f"--net=/run/netns/{node.netns}", "ethtool", "-K", nic.name, *offloads)
+
+    def _steer_packets(self, placement: Placement) -> None:
+        """Receive packet steering: which CPUs work on what arrives at an interface, whoever sent it."""
+        topology = self.topology
+        at_nodes = [host.netns for host in topology.hosts]
+        at_rack = [topology.switch.netns, *(shadow.netns for shadow in topology.shadows), self.management]
+        for namespaces, cpus in ((at_nodes, placement.nodes), (at_rack, placement.rack)):
+            mask = _cpu_mask(cpus)
+            for netns in namespaces:
+                assert netns is not None
+                _run("ip", "netns", "exec", netns, "sh", "-c", _STEER, "sh", mask)  # with this namespace's /sys
 
     def _stop_all(self) -> None:
         for process in reversed(self._processes):
@@ -248,6 +292,12 @@ def _require_root() -> None:
     if missing:
         packages = " ".join(sorted(set(missing.values())))
         raise CheckmateError(f"missing commands {', '.join(missing)}: install the Debian packages {packages}")
+
+
+def _cpu_mask(cpus: Sequence[int]) -> str:
+    """As the kernel's files take it: hexadecimal, in groups of 32 CPUs."""
+    words = [sum(1 << cpu - first for cpu in cpus if first <= cpu < first + 32) for first in range(0, max(cpus) + 1, 32)]
+    return ",".join(f"{word:08x}" for word in reversed(words))
 
 
 def _claim_directory() -> tuple[str, Path]:
@@ -304,8 +354,9 @@ def _kill_members(netns: str) -> None:
 
 
 def _ip_batch(lines: Sequence[str], netns: str | None = None) -> None:
-    selector = ["-n", netns] if netns else []
-    _run("ip", *selector, "-batch", "-", text="\n".join(lines) + "\n")
+    # Not `ip -n`, which remounts /sys and so fails in a chroot.
+    inside = ["nsenter", f"--net=/run/netns/{netns}"] if netns else []
+    _run(*inside, "ip", "-batch", "-", text="\n".join(lines) + "\n")
 
 
 def _run(*argv: str, text: str | None = None) -> None:
