@@ -295,9 +295,10 @@ def _require_root() -> None:
 
 
 def _cpu_mask(cpus: Sequence[int]) -> str:
-    """As the kernel's files take it: hexadecimal, in groups of 32 CPUs."""
-    words = [sum(1 << cpu - first for cpu in cpus if first <= cpu < first + 32) for first in range(0, max(cpus) + 1, 32)]
-    return ",".join(f"{word:08x}" for word in reversed(words))
+    """As the kernel's files take it: hexadecimal, a comma after every 32 CPUs."""
+    digits = f"{sum(1 << cpu for cpu in cpus):x}"
+    digits = digits.zfill(-(-len(digits) // 8) * 8)
+    return ",".join(digits[i : i + 8] for i in range(0, len(digits), 8))
 
 
 def _claim_directory() -> tuple[str, Path]:

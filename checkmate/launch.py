@@ -55,15 +55,16 @@ def run_job(job: Job) -> None:
     if not local and job.node not in group.ranks:
         raise CheckmateError(f"--node {job.node!r} is not a host of group {group.name}: use one of {list(group.ranks)}")
     launch_config = _launch_config(topology, group, job, local)
-    worker = ["-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
-    with _counter_map(job) as counter_map, _environment(_job_environment(topology, job, counter_map)):
+    worker = ["-P", "-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
+    with _counter_map(job) as counter_map, _environment(job_environment(topology, job, counter_map)):
         try:
             elastic_launch(launch_config, sys.executable)("-u", *worker)
         except ChildFailedError as error:
             raise CheckmateError(_describe_failure(error)) from None
 
 
-def _job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
+def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
+    """What every rank of the job finds in its environment; ``counter_map``: where the map is pinned."""
     plugin = str(config.library("libcheckmate_net.so"))
     values = {
         "NCCL_NET_PLUGIN": plugin,

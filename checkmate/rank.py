@@ -28,7 +28,7 @@ def main() -> None:
             if libc.setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host.netns}")
     os.environ["CHECKMATE_IFNAME"] = "=" + ",".join(nic.name for nic in host.nics)
-    os.execv(sys.executable, [sys.executable, "-u", "-m", "checkmate.train.bootstrap", script, *args])
+    os.execv(sys.executable, [sys.executable, "-P", "-u", "-m", "checkmate.train.bootstrap", script, *args])
 
 
 if __name__ == "__main__":

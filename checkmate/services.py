@@ -74,7 +74,7 @@ class Services:
         options += ["--logs", str(self.lab.directory / f"{Path(log).stem}-ranks")]
         options += [] if attach else ["--no-attach"]
         argv = [*_COMMAND, "run", "--topology", self.topology_file, *options, script, *args]
-        return self.lab.spawn(self.lab.management, argv, log, env)
+        return self.lab.spawn(self.lab.management, argv, log, env, trains=True)
 
     def wait_for(self, what: str, condition: Any, seconds: float = _READY_SECONDS) -> None:
         """Poll until ``condition()`` is true; CheckmateError when it takes too long or a service died."""
@@ -105,7 +105,8 @@ class Services:
         self._processes[name] = self.lab.spawn(netns, argv, f"{name}.log")
 
 
-_COMMAND = (sys.executable, "-m", "checkmate")
+# -P: what runs is the installed package, wherever the caller stands.
+_COMMAND = (sys.executable, "-P", "-m", "checkmate")
 
 
 def _try_query(socket: Path) -> dict[str, Any] | None:

@@ -128,8 +128,9 @@ def run(script: str, args: list[str]) -> None:
     if os.environ.get(SHADOWS):
         auto.install()
     sys.argv = [script, *args]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script).resolve().parent)
+    if sys.flags.safe_path:  # as `checkmate run` starts us: no folder of the launcher's is in the path
+        sys.path.insert(0, "")
+    sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -149,6 +150,7 @@ def main() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("checkmate: %(message)s"))
         log.addHandler(handler)
+        log.setLevel(logging.INFO)
         log.propagate = False
     run(sys.argv[1], sys.argv[2:])
 

@@ -75,7 +75,7 @@ class Rack:
         return subprocess.run(ping, check=False, capture_output=True, timeout=10).returncode == 0
 
     def _checkmate(self, netns: str, *arguments: str) -> subprocess.Popen[bytes]:
-        argv: list[str | Path] = [sys.executable, "-m", "checkmate", *arguments, "--topology", self.topology_file]
+        argv: list[str | Path] = [sys.executable, "-P", "-m", "checkmate", *arguments, "--topology", self.topology_file]
         return self.lab.spawn(netns, argv, f"{arguments[0]}.log")
 
 
