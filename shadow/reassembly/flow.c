@@ -589,4 +589,5 @@ void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, siz
         else if (flow->state == CKM_FLOW_SEEK)
             ckm_append(out, size, used, "\n%s: no valid frame since byte %" PRIu64, text, flow->lost_from);
     }
+    append_causes(core, out, size, used);
 }

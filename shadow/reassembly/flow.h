@@ -57,7 +57,7 @@ void ckm_flows_retry(struct ckm_core *core, uint64_t now_us);
 uint64_t ckm_flows_tick(struct ckm_core *core, uint64_t now_us);
 /* Forgets all flows. */
 void ckm_flows_reset(struct ckm_core *core);
-/* Appends what flows wait for. */
+/* Appends what flows wait for, and causes. */
 void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, size_t *used);
 
 #endif

@@ -34,15 +34,15 @@ def test_every_field_has_the_offset_and_size_of_the_c_struct() -> None:
 
 
 def test_constants_are_those_of_the_header() -> None:
-    assert wire.MAGIC == _define("CKM_WIRE_MAGIC") == int.from_bytes(b"CKMF", "little")
-    assert wire.VERSION == _define("CKM_WIRE_VERSION")
-    assert wire.FLAG_TAGGED == _define("CKM_FLAG_TAGGED")
-    assert wire.FLAG_PAYLOAD_CRC == _define("CKM_FLAG_PAYLOAD_CRC")
-    assert wire.MAX_PAYLOAD == _define("CKM_MAX_PAYLOAD")
-    assert wire.TCPOPT_KIND == _define("CKM_TCPOPT_KIND")
-    assert wire.TCPOPT_LEN == _define("CKM_TCPOPT_LEN")
-    assert wire.TCPOPT_EXID == _define("CKM_TCPOPT_EXID")
-    assert config.DSCP_TAG == _define("CKM_DSCP_TAG_DEFAULT")
+    assert _define("CKM_WIRE_MAGIC") == wire.MAGIC == int.from_bytes(b"CKMF", "little")
+    assert _define("CKM_WIRE_VERSION") == wire.VERSION
+    assert _define("CKM_FLAG_TAGGED") == wire.FLAG_TAGGED
+    assert _define("CKM_FLAG_PAYLOAD_CRC") == wire.FLAG_PAYLOAD_CRC
+    assert _define("CKM_MAX_PAYLOAD") == wire.MAX_PAYLOAD
+    assert _define("CKM_TCPOPT_KIND") == wire.TCPOPT_KIND
+    assert _define("CKM_TCPOPT_LEN") == wire.TCPOPT_LEN
+    assert _define("CKM_TCPOPT_EXID") == wire.TCPOPT_EXID
+    assert _define("CKM_DSCP_TAG_DEFAULT") == config.DSCP_TAG
 
 
 def test_place_is_the_c_function(tmp_path: Path) -> None:
