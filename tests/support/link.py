@@ -7,7 +7,7 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,12 @@ _SO_RCVBUFFORCE = 33
 _PACKET_STATISTICS = 6
 _SOL_PACKET = 263
 
-# Classic BPF for tc: one packet in %d, at random (SKF_AD_RANDOM), is shot, the others pass.
-_LOSSY = "5,32 0 0 4294963256,148 0 0 %d,21 0 1 0,6 0 0 2,6 0 0 0"
+_PACKET_IGNORE_OUTGOING = 23
+_MODULUS = 1 << 32
+
+# Classic BPF for tc: one packet in %d, at random (SKF_AD_RANDOM), is shot, the others go on to the next filter.
+_LOSSY = "5,32 0 0 4294963256,148 0 0 %d,21 0 1 0,6 0 0 2,6 0 0 4294967295"
+_PREFERENCE = "1"
 
 
 def run(*command: str) -> None:
@@ -45,7 +49,18 @@ class Rack:
         """Drop packets at random on both ends, behind the capture."""
         for netns in (self.sender, self.receiver):
             run("tc", "-n", netns, "qdisc", "add", "dev", "eth0", "clsact")
-            run("tc", "-n", netns, "filter", "add", "dev", "eth0", "ingress", "bpf", "da", "bytecode", _LOSSY % one_in)
+            lose(netns, "eth0", one_in)
+
+
+def lose(netns: str, interface: str, one_in: int, direction: str = "ingress") -> None:
+    """Drop packets at random on an interface that has a clsact qdisc, behind a capture, before any other filter."""
+    place = ["dev", interface, direction, "pref", _PREFERENCE]
+    run("tc", "-n", netns, "filter", "add", *place, "bpf", "da", "bytecode", _LOSSY % one_in)
+
+
+def stop_losing(netns: str, interface: str, direction: str = "ingress") -> None:
+    """Undo ``lose``."""
+    run("tc", "-n", netns, "filter", "del", "dev", interface, direction, "pref", _PREFERENCE)
 
 
 @contextlib.contextmanager
@@ -71,6 +86,7 @@ class Packet:
     """One TCP packet over IPv4. ``option``: value of the counter option, None without one."""
 
     source: str
+    target: str
     ports: tuple[int, int]
     dscp: int
     seq: int
@@ -92,6 +108,7 @@ def parse(frame: bytes) -> Packet | None:
     option = _find_option(header[20:])
     return Packet(
         source=socket.inet_ntoa(frame[26:30]),
+        target=socket.inet_ntoa(frame[30:34]),
         ports=struct.unpack(">HH", tcp[:4]),
         dscp=frame[15] >> 2,
         seq=int.from_bytes(tcp[4:8]),
@@ -117,15 +134,50 @@ def _find_option(options: bytes) -> int | None:
     return None
 
 
+def stream(tagged: Iterable[Packet]) -> bytes:
+    """What a shadow sees: the payloads at the places that the option tells. Retransmissions must agree."""
+    return _assemble(((packet.seq + _option(packet)) % _MODULUS, packet.payload) for packet in tagged)
+
+
+def copied_stream(copies: Iterable[Packet]) -> bytes:
+    """What a shadow gets: the payloads at the places that the sequence numbers of the copies tell."""
+    return _assemble((packet.seq, packet.payload) for packet in copies)
+
+
+def _option(packet: Packet) -> int:
+    assert packet.option is not None
+    return packet.option
+
+
+def _assemble(parts: Iterable[tuple[int, bytes]]) -> bytes:
+    out, filled = bytearray(), bytearray()
+    for at, payload in parts:
+        end = at + len(payload)
+        if end > len(out):
+            out.extend(bytes(end - len(out)))
+            filled.extend(bytes(end - len(filled)))
+        if any(filled[at:end]):
+            assert all(out[i] == byte for i, byte in enumerate(payload, at) if filled[i])
+        out[at:end] = payload
+        filled[at:end] = b"\1" * len(payload)
+    assert all(filled), "the counters leave a hole"
+    return bytes(out)
+
+
 @dataclass
 class Capture:
-    """All frames that reach ``eth0`` of a namespace while the context is open."""
+    """All frames on an interface of a namespace while the context is open; ``interface`` None: on all of them.
+
+    ``incoming``: only those that come in. ``frames``: (interface, frame), in order.
+    """
 
     netns: str
-    frames: list[bytes] = field(default_factory=list)
+    interface: str | None = "eth0"
+    incoming: bool = False
+    frames: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __enter__(self) -> "Capture":
-        self._socket = _socket_in(self.netns)
+        self._socket = _socket_in(self.netns, self.interface, self.incoming)
         self._thread = threading.Thread(target=self._read)
         self._stop = False
         self._thread.start()
@@ -135,10 +187,12 @@ class Capture:
         self._socket.settimeout(0.2)
         while True:
             try:
-                self.frames.append(self._socket.recv(1 << 17))
+                frame, address = self._socket.recvfrom(1 << 17)
             except TimeoutError:
                 if self._stop:
                     return
+            else:
+                self.frames.append((address[0], frame))
 
     def __exit__(self, *_: object) -> None:
         self._stop = True
@@ -147,12 +201,13 @@ class Capture:
         self._socket.close()
         assert dropped == 0, f"the capture lost {dropped} packets"
 
-    def packets(self) -> list[Packet]:
-        """TCP packets, in order of arrival."""
-        return [packet for frame in self.frames if (packet := parse(frame))]
+    def packets(self, interface: str | None = None) -> list[Packet]:
+        """TCP packets, on all interfaces or one, in order of arrival."""
+        frames = (frame for name, frame in self.frames if interface in (None, name))
+        return [packet for frame in frames if (packet := parse(frame))]
 
 
-def _socket_in(netns: str) -> socket.socket:
+def _socket_in(netns: str, interface: str | None, incoming: bool) -> socket.socket:
     """A packet socket of another namespace, made in a thread of its own."""
     made: list[socket.socket] = []
 
@@ -160,9 +215,11 @@ def _socket_in(netns: str) -> socket.socket:
         libc = ctypes.CDLL(None, use_errno=True)
         with Path(f"/run/netns/{netns}").open() as file:
             assert libc.setns(file.fileno(), 0) == 0
-        sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0 if interface else socket.htons(_ETH_P_ALL))
         sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 256 << 20)
-        sock.bind(("eth0", _ETH_P_ALL))
+        sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, incoming)
+        if interface:
+            sock.bind((interface, _ETH_P_ALL))
         made.append(sock)
 
     thread = threading.Thread(target=make)
