@@ -135,6 +135,8 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
 
 def choose_kill(options: DemoOptions) -> Kill | None:
     """Which rank dies when; raises CheckmateError when the options can't be met."""
+    if options.switch != "ebpf":
+        raise CheckmateError(f"--switch {options.switch}: its P4 program is not part of this version; use ebpf")
     if options.mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {options.mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
     chance = random.Random(options.seed)

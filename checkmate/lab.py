@@ -339,6 +339,8 @@ def _remove_lab(prefix: str, directory: Path, keep: bool) -> None:
         (directory / "keep").touch()
     else:
         shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # others' labs are there
+            ROOT.rmdir()
 
 
 def _kill_members(netns: str) -> None:
