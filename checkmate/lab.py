@@ -118,7 +118,6 @@ class Lab:
 
     def __enter__(self) -> Self:
         _require_root()
-        ROOT.mkdir(mode=0o711, exist_ok=True)
         self.prefix, self.directory = _claim_directory()
         with self._stack:
             self._lock = self._stack.enter_context(_locked(self.directory))
@@ -305,7 +304,7 @@ def _claim_directory() -> tuple[str, Path]:
     for attempt in range(100):
         prefix = f"ckm{os.getpid()}" + (f"-{attempt}" if attempt else "")
         try:
-            (ROOT / prefix).mkdir(mode=0o700)
+            (ROOT / prefix).mkdir(mode=0o700, parents=True)
         except FileExistsError:
             continue
         return prefix, ROOT / prefix
