@@ -10,8 +10,9 @@ struct ckm_device {
     char name[IF_NAMESIZE];
     char pci_path[256]; /* of the device in /sys; empty for virtual interfaces */
     struct sockaddr_in address;
-    int speed; /* Mbit/s */
-    int mtu;   /* bytes */
+    int speed;         /* Mbit/s */
+    int mtu;           /* bytes */
+    int socket_buffer; /* bytes; 0: left to the kernel */
 };
 
 /* Interfaces are looked up once, at the first call, in the order of their index. */

@@ -134,7 +134,7 @@ static int open_flows(struct attempt *a, const struct ckm_device *device)
         to.sin_addr.s_addr = a->handle.address;
         if (i == CKM_TAGGED && !a->tagged)
             continue;
-        a->fd[i] = ckm_socket_connect(&device->address, &to, i == CKM_TAGGED);
+        a->fd[i] = ckm_socket_connect(&device->address, &to, device->socket_buffer, i == CKM_TAGGED);
         if (i == CKM_TAGGED && a->fd[i] < 0 && errno == ENODATA)
             a->tagged = false;
         else if (a->fd[i] < 0)
@@ -300,7 +300,7 @@ nccl_result_t ckm_net_listen(int dev, void *opaque, void **listen_comm)
         return NCCL_SYSTEM_ERROR;
     for (int i = 0; i < CKM_FLOWS; i++) {
         struct sockaddr_in address = device->address;
-        l->fd[i] = ckm_socket_listen(&address);
+        l->fd[i] = ckm_socket_listen(&address, device->socket_buffer);
         if (l->fd[i] < 0) {
             CKM_WARN("cannot listen on %s: %s", device->name, strerror(errno));
             free_listener(l);

@@ -26,15 +26,6 @@ static int set(int fd, int level, int option, int value)
     return setsockopt(fd, level, option, &value, sizeof value);
 }
 
-static void set_buffers(int fd)
-{
-    int bytes = (int)ckm_param_number(CKM_SOCKET_BUFFER);
-    if (bytes) {
-        set(fd, SOL_SOCKET, SO_SNDBUF, bytes);
-        set(fd, SOL_SOCKET, SO_RCVBUF, bytes);
-    }
-}
-
 /* Keep-alive finds a peer that is gone while nothing is being sent: three probes in one time-out. */
 static int set_options(int fd)
 {
@@ -55,18 +46,20 @@ static int close_keeping_errno(int fd)
     return -1;
 }
 
-static int new_socket(void)
+static int new_socket(int buffer)
 {
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd >= 0)
-        set_buffers(fd);
+    if (fd >= 0 && buffer) {
+        set(fd, SOL_SOCKET, SO_SNDBUF, buffer);
+        set(fd, SOL_SOCKET, SO_RCVBUF, buffer);
+    }
     return fd;
 }
 
-int ckm_socket_listen(struct sockaddr_in *address)
+int ckm_socket_listen(struct sockaddr_in *address, int buffer)
 {
     socklen_t length = sizeof *address;
-    int fd = new_socket();
+    int fd = new_socket(buffer);
 
     if (fd < 0)
         return -1;
@@ -87,10 +80,10 @@ static int prepare_tagged(int fd)
     return -1;
 }
 
-int ckm_socket_connect(const struct sockaddr_in *from, const struct sockaddr_in *to, bool tagged)
+int ckm_socket_connect(const struct sockaddr_in *from, const struct sockaddr_in *to, int buffer, bool tagged)
 {
     struct sockaddr_in source = *from;
-    int fd = new_socket();
+    int fd = new_socket(buffer);
 
     if (fd < 0)
         return -1;

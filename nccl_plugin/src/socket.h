@@ -17,12 +17,13 @@ struct ckm_pause {
 };
 #define CKM_PAUSE_MAGIC 0x504d4b43u /* "CKMP" */
 
-/* Listens on `address` at a port of the kernel's choice, which is written back. Returns a socket or -1, errno. */
-int ckm_socket_listen(struct sockaddr_in *address);
+/* Listens on `address` at a port of the kernel's choice, which is written back. `buffer`: bytes
+ * of the send and receive buffers, 0 for the kernel's choice. Returns a socket or -1, errno. */
+int ckm_socket_listen(struct sockaddr_in *address, int buffer);
 
 /* Starts to connect from the address `from` to `to`. A tagged socket gets the DSCP mark and is registered for the
  * counter option first. Returns a socket or -1 with errno; ENODATA when the option is not to be had. */
-int ckm_socket_connect(const struct sockaddr_in *from, const struct sockaddr_in *to, bool tagged);
+int ckm_socket_connect(const struct sockaddr_in *from, const struct sockaddr_in *to, int buffer, bool tagged);
 
 /* 1: connected; 0: not yet; -1: failed, errno says why. */
 int ckm_socket_connected(int fd);

@@ -23,7 +23,7 @@ static void check_table(void *library, const char *symbol, size_t bytes)
 
 int main(void)
 {
-    void *library = dlopen(getenv("LIB"), RTLD_NOW | RTLD_LOCAL);
+    void *library = dlopen(LIB, RTLD_NOW | RTLD_LOCAL);
     CHECK(library);
     check_table(library, "ncclNetPlugin_v8", sizeof(struct nccl_net_v8));
     check_table(library, "ncclNetPlugin_v9", sizeof(struct nccl_net_v9));
