@@ -47,7 +47,8 @@ class RankState:
         self._optimizer = optimizer
         self._positions = {name: item for name, item in stateful.items() if hasattr(item, "__iter__")}
         self._others = {name: item for name, item in stateful.items() if name not in self._positions}
-        self._buffers_at_start = _buffer_versions(module)
+        self._buffer_holders = [holder for holder in module.modules() if holder._buffers]
+        self._buffers_at_start = self._buffer_versions()
         self._buffers_change = False
         self._after: dict[str, Any] | None = None
         self._awaited: dict[str, Any] | None = None
@@ -59,7 +60,8 @@ class RankState:
 
     def after_step(self) -> None:
         """Note what the next batch is drawn from."""
-        after = {"rng": rng.capture(), "data": TRACKER.positions(), "stateful": _states("", self._positions)}
+        random_states = None if TRACKER.is_iterating else rng.capture()
+        after = {"rng": random_states, "data": TRACKER.positions(), "stateful": _states("", self._positions)}
 
         def fetch() -> None:
             TRACKER.before_fetch = None
@@ -76,8 +78,9 @@ class RankState:
         after, self._after, TRACKER.before_fetch = self._after, None, None
         if after is None:
             return None
-        random_states = rng.capture() if at_forward else None
-        now = {"rng": random_states, "data": TRACKER.progress(), **self._at_forward()}
+        random_states = rng.capture() if at_forward or after["rng"] is None else None
+        after["rng"] = after["rng"] or random_states
+        now = {"rng": random_states if at_forward else None, "data": TRACKER.progress(), **self._at_forward()}
         return {"version": VERSION, "after": after, "forward": now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -137,18 +140,18 @@ class RankState:
 
     def _changed_buffers(self) -> dict[str, Any] | None:
         """All buffers once any has changed since the start: constant ones stay what the script makes them."""
-        self._buffers_change = self._buffers_change or _buffer_versions(self._module) != self._buffers_at_start
+        self._buffers_change = self._buffers_change or self._buffer_versions() != self._buffers_at_start
         if not self._buffers_change:
             return None
         return {name: plain.encode(buffer, f"buffer {name}") for name, buffer in self._module.named_buffers()}
 
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        buffers = [buffer for holder in self._buffer_holders for buffer in holder._buffers.values()]
+        return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]
+
     def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group, fields in zip(self._optimizer.param_groups, groups, strict=True):
             set_group(group, fields)
-
-
-def _buffer_versions(module: nn.Module) -> list[tuple[str, int, int]]:
-    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers()]
 
 
 def _load_buffers(module: nn.Module, stored: Mapping[str, Any]) -> None:

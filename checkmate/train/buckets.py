@@ -22,9 +22,10 @@ class ReadyOrder:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._indices = {id(param): index for index, param in enumerate(_parameters(ddp))}
+        parameters: list[Any] = _parameters(ddp)
+        self._indices = {id(param): index for index, param in enumerate(parameters)}
         self._seen: list[int] = []
-        self._hooks = [param.register_post_accumulate_grad_hook(self._note) for param in _parameters(ddp)]
+        self._hooks = [param.register_post_accumulate_grad_hook(self._note) for param in parameters]
         self.indices: list[int] | None = None
         """Indices into the parameters in DDP's order; None before the first reducing backward pass."""
 
@@ -64,17 +65,17 @@ class ReadyOrder:
         self._hooks, self._seen = [], []
 
 
-def _parameters(ddp: DistributedDataParallel) -> list[Tensor]:
+def _parameters(ddp: Any) -> list[Tensor]:
     parameters: list[Tensor] = ddp._build_params_for_reducer()[0]
     return parameters
 
 
 def _rebuild(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
     """A new reducer that believes that its first pass is over: DDP's own code makes the cut."""
-    parameters, expect_sparse = ddp._build_params_for_reducer()
+    internals: Any = ddp
+    parameters, expect_sparse = internals._build_params_for_reducer()
     parameters = [parameters[index] for index in order]
     expect_sparse = [expect_sparse[index] for index in order]
-    internals: Any = ddp
     names = internals._build_debug_param_to_name_mapping(parameters)
     ddp.reducer._remove_autograd_hooks()
     internals._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate import metrics
 from checkmate.config import CheckmateError
 from checkmate.protocol import Begun, Boundary, Layout, Message, StepRecord
-from checkmate.tensors import pack_group, unpack_state
+from checkmate.tensors import named_state, pack_group, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.boundary import RankState
 from checkmate.train.buckets import broadcast_order
@@ -53,7 +53,7 @@ class Checkpoint:
         self._plugin, self._peers = plugin, peers
         self._step = 0
         self._stepping = False
-        self._followed = False
+        self._followed = True
         self._started = False
         self._closed = False
         self._layout: Layout | None = None
@@ -193,7 +193,7 @@ class Checkpoint:
         state, tensors = self._client.restore(self._incarnation)
         if state.step != held:
             raise CheckmateError(f"the shadow sent the state of step {state.step} instead")
-        params, buffers = self._ddp.module.named_parameters(), self._ddp.module.named_buffers()
+        params, buffers = named_state(self._ddp.module)
         unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
         self._state.restore(state.boundary)
         self._ready_order = state.boundary.get("ready_order")
@@ -221,6 +221,8 @@ class Checkpoint:
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         unfollowed = "the last step did not finish" if self._stepping else self._unfollowed(args, kwargs)
         self._stepping = True
+        if unfollowed is not None and self._followed:
+            log.warning("step %d is not followed: %s; the shadow goes on from a seed", self._step + 1, unfollowed)
         self._followed = unfollowed is None
         self._guard(lambda: self._send_record(unfollowed))
 

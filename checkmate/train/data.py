@@ -132,6 +132,11 @@ class LoaderTracker:
             self._undo()
             self._undo = None
 
+    @property
+    def is_iterating(self) -> bool:
+        """True when an epoch of some loader is under way."""
+        return any(loader.iterator() is not None for loader in self._loaders)
+
     def positions(self) -> list[Position]:
         """Of all loaders, in the order of first iteration."""
         return [loader.position() for loader in self._loaders]

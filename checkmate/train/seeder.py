@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.protocol import Seed
-from checkmate.tensors import pack_state
+from checkmate.tensors import named_state, pack_state
 from checkmate.train.client import Client, ShadowError
 
 log = logging.getLogger("checkmate")
@@ -25,6 +25,7 @@ RETRY_S = (1.0, 60.0)
 class _Job:
     incarnation: int
     seed: Seed
+    reason: str
 
 
 class Seeder:
@@ -53,8 +54,6 @@ class Seeder:
         with self._changed:
             if self._job is not None:
                 return
-            if self._wanted is None:
-                log.info("the shadow asks for a seed: %s", reason)
             self._wanted = reason
 
     def take_if_wanted(self, step: int, incarnation: int) -> None:
@@ -74,12 +73,12 @@ class Seeder:
 
     def take(self, step: int, incarnation: int) -> None:
         """Copy the state after ``step`` and hand it to the sending thread."""
-        params, buffers = self._module.named_parameters(), self._module.named_buffers()
+        params, buffers = named_state(self._module)
         description, manifest, tensors = pack_state(params, buffers, self._optimizer)
         self._copies = _copy(tensors, self._copies)
         with self._changed:
-            self._wanted = None
-            self._job = _Job(incarnation, Seed(step, description, manifest))
+            reason, self._wanted = self._wanted or "the initial state", None
+            self._job = _Job(incarnation, Seed(step, description, manifest), reason)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkmate-seeds", daemon=True)
@@ -112,6 +111,7 @@ class Seeder:
                 self._job = None
                 self._sock = None
                 if error is None:
+                    log.info("sent a seed of step %d: %s", job.seed.step, job.reason)
                     self._pause = RETRY_S[0]
                 elif not self._stopping:
                     self._wanted = self._wanted or "the last seed did not arrive"

@@ -1,107 +1,29 @@
-"""attach in one process (a process group of one rank over gloo) against a fake shadow over real sockets."""
+"""What a followed run tells its shadow, step by step, and what is refused when it is attached."""
 
-import os
-import socket
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.train.fake_shadow import FakePlugin, FakeShadow, order
+from support.train.model import build, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).parent / "train_support"))
-from fake_shadow import FakePlugin, FakeShadow, order
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
 from checkmate import config
 from checkmate.config import CheckmateError
-from checkmate.protocol import Boundary, Hello, Layout, StepRecord
+from checkmate.protocol import Hello, Layout, StepRecord
 from checkmate.tensors import is_same
-from checkmate.train import attach as attach_module
-from checkmate.train import checkpoint as checkpoint_module
-from checkmate.train import checks, data
+from checkmate.train import checks, registry
 
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> FakePlugin:
-    fake = FakePlugin()
-    monkeypatch.setattr(attach_module, "load_plugin", lambda: fake)
-    monkeypatch.setattr(config, "MIN_RANKS", 1)
-    monkeypatch.setattr(checks, "CARRIERS", ["gloo"])
-    return fake
-
-
-@pytest.fixture
-def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None, plugin: FakePlugin) -> Iterator[FakeShadow]:
-    fake = FakeShadow(1)
-    use(fake, tmp_path, monkeypatch)
-    yield fake
-    fake.close()
-
-
-@pytest.fixture(autouse=True)
-def restarted() -> Iterator[Callable[[], None]]:
-    """A call makes this process forget its DataLoaders, as a restart would."""
-
-    def restart() -> None:
-        data.TRACKER.remove()
-        data.TRACKER.__init__()  # type: ignore[misc]
-
-    restart()
-    yield restart
-    restart()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("checkmate")]
-
-
-def use(shadow: FakeShadow, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in shadow.environment(folder).items():
-        monkeypatch.setenv(name, value)
-
-
-class Net(nn.Module):
-    """Two layers, dropout, batch norm: parameters, random numbers and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.3)
-        self.second = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.second(self.drop(self.norm(self.first(x)).relu())).square().mean()
-        return loss
-
-
-def build(**kwargs: Any) -> tuple[DistributedDataParallel, AdamW]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **kwargs)
-    return ddp, AdamW(ddp.parameters(), lr=0.01)
-
-
-def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    for _ in range(steps):
-        loss = ddp(torch.randn(6, 4))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+pytest_plugins = ["support.train.world"]
 
 
 def test_messages_of_each_step_come_in_order(shadow: FakeShadow, plugin: FakePlugin) -> None:
@@ -310,149 +232,6 @@ def test_the_optimizer_state_is_not_touched_by_following(shadow: FakeShadow) -> 
     checkpoint.close()
 
 
-# Resuming
-
-
-class Average:
-    """Something of the user's: changed after every step."""
-
-    def __init__(self) -> None:
-        self.value = torch.zeros(3)
-
-    def update(self, model: nn.Module) -> None:
-        self.value += torch.rand(3) + next(model.parameters()).detach().mean()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda o: LambdaLR(o, lambda step: 1.0 / (1 + step)),
-    "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=40),
-    "sequential": lambda o: SequentialLR(o, [StepLR(o, 2), LambdaLR(o, lambda s: 0.5**s)], [4]),
-    "each epoch": lambda o: StepLR(o, 1, gamma=0.5),
-    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
-}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: AdamW(p, lr=0.01, fused=True),
-    "adam": lambda p: Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-}
-
-
-def script(scheduler_name: str, optimizer_name: str, stop: int | None = None) -> tuple[list[float], dict[str, Any]]:
-    """A whole training script; ``stop``: killed in the iteration after this step."""
-    torch.manual_seed(5)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
-    optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
-    average = Average()
-    checkpoint = checkmate.attach(ddp, optimizer, stateful={"average": average})
-    start = checkpoint.resume() or 0
-    scheduler = SCHEDULERS[scheduler_name](optimizer)
-    loader = DataLoader(TensorDataset(torch.arange(80.0).reshape(20, 4)), 6, shuffle=True)
-    losses = []
-    for _epoch in range(3):
-        for (x,) in loader:
-            loss = ddp(x + torch.rand(()))
-            optimizer.zero_grad()
-            loss.backward()
-            if stop is not None and start + len(losses) == stop:
-                checkpoint.close(finished=False)
-                return losses, {}
-            optimizer.step()
-            average.update(ddp)
-            if scheduler_name not in ("each epoch", "plateau"):
-                scheduler.step()
-            losses.append(loss.item())
-        if scheduler_name == "each epoch":
-            scheduler.step()
-        if scheduler_name == "plateau":
-            scheduler.step(1.0)
-    checkpoint.close()
-    final = {**ddp.module.state_dict(), "average": average.value, "random": torch.rand(3)}
-    for index, state in enumerate(optimizer.state.values()):
-        final |= {f"{index}.{key}": value for key, value in state.items() if value is not None}
-    return losses, final | {"lr": torch.tensor([group["lr"] for group in optimizer.param_groups])}
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "optimizer", "stop"),
-    [
-        ("lambda", "adamw", 2),
-        ("one cycle", "adam", 4),
-        ("sequential", "adamw", 6),
-        ("each epoch", "sgd", 4),
-        ("each epoch", "adamw", 5),
-        ("plateau", "adam", 9),
-        ("plateau", "adam", 8),
-    ],
-)
-def test_a_restored_run_continues_bit_for_bit(
-    scheduler: str,
-    optimizer: str,
-    stop: int,
-    shadow: FakeShadow,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    restarted: Callable[[], None],
-) -> None:
-    losses, final = script(scheduler, optimizer)
-    killed = FakeShadow(1)
-    use(killed, tmp_path, monkeypatch)
-    slow = checkpoint_module.Checkpoint._settle
-
-    def settle(self: Any) -> None:
-        if self._step == stop:
-            self._seeder.request("test")
-        slow(self)
-
-    monkeypatch.setattr(checkpoint_module.Checkpoint, "_settle", settle)
-    restarted()
-    first, _ = script(scheduler, optimizer, stop)
-    assert killed.wait(lambda: stop in killed.complete_steps())
-    restored = FakeShadow(1)
-    restored.hold(killed, stop)
-    use(restored, tmp_path, monkeypatch)
-    restarted()
-    second, resumed = script(scheduler, optimizer)
-    assert first + second == losses
-    different = [name for name in final if not is_same(final[name], resumed[name])]
-    assert not different
-    assert restored.of(StepRecord)[0].step == stop + 1
-    for fake in (killed, restored):
-        fake.close()
-
-
-def test_state_that_does_not_fit_is_refused(
-    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ddp, optimizer = build()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    checkpoint.resume()
-    checkpoint.close()
-    held = FakeShadow(1)
-    held.hold(shadow, 0)
-    use(held, tmp_path, monkeypatch)
-    other = DistributedDataParallel(nn.Linear(4, 1))
-    checkpoint = checkmate.attach(other, AdamW(other.parameters()))
-    with pytest.raises(CheckmateError, match=r"step 0 could not be restored on rank\(s\) \[0\]: .*doesn't fit"):
-        checkpoint.resume()
-    held.close()
-
-
-def test_a_broken_restore_is_refused(shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp, optimizer = build()
-    shadow.committed = 7  # but it has no state of it: the connection just ends
-    checkpoint = checkmate.attach(ddp, optimizer)
-    with pytest.raises(CheckmateError, match="step 7 could not be restored"):
-        checkpoint.resume()
-    train(ddp, optimizer)  # nothing of ours is left
-    assert shadow.of(StepRecord) == []
-
-
 # Refusals
 
 
@@ -477,8 +256,6 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
     refuse(r"stateful\['x'\] has no state_dict", ddp, optimizer, {"x": object()})
     refuse("average.value is a builtins.object", ddp, optimizer, {"average": Unstorable()})
     LambdaLR(optimizer, lambda step: 1.0)  # before the registry knew of it
-    from checkmate.train import registry  # noqa: PLC0415
-
     registry._schedulers.clear()
     refuse("a learning-rate scheduler was made before attach", ddp, optimizer)
 
@@ -518,145 +295,6 @@ def test_back_ends_that_bypass_the_plugin_are_refused(shadow: FakeShadow, monkey
     refuse("back end for cpu is gloo", *build())
     monkeypatch.setattr(config, "MIN_RANKS", 2)
     refuse(r"1 rank\(s\): no gradient crosses the network", *build())
-
-
-# Faults of the shadow
-
-
-def test_without_a_shadow_training_goes_on_and_is_followed_later(
-    shadow: FakeShadow,
-    plugin: FakePlugin,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
-    shadow.close()
-    ddp, optimizer = build()
-    started = time.monotonic()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    assert checkpoint.resume() is None
-    train(ddp, optimizer, 5)
-    assert time.monotonic() - started < 5
-    assert "training goes on without checkpoints" in caplog.text
-    assert plugin.tagged == []
-    late = FakeShadow(1, shadow.port)
-    step = 5
-    end = time.monotonic() + 15
-    while not late.seeds and time.monotonic() < end:
-        train(ddp, optimizer)
-        step += 1
-        time.sleep(0.1)
-    train(ddp, optimizer, 2)
-    checkpoint.close()
-    seeded = late.seeds[0][0].step
-    assert 5 < seeded <= step
-    assert {seeded + 1, seeded + 2} <= {record.step for record in late.of(StepRecord)}
-    assert {seeded + 1, seeded + 2} <= {iteration for iteration, _, _ in plugin.tagged}
-    late.close()
-
-
-def test_a_late_shadow_keeps_what_it_holds_beyond_us(
-    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.1)
-    shadow.close()
-    ddp, optimizer = build()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    late = FakeShadow(1, shadow.port)
-    late.committed = 1000
-    checkpoint.resume()
-    end = time.monotonic() + 15
-    while "not seeding: the shadow holds step 1000" not in caplog.text and time.monotonic() < end:
-        train(ddp, optimizer)
-        time.sleep(0.05)
-    checkpoint.close()
-    assert "not seeding: the shadow holds step 1000" in caplog.text
-    assert late.seeds == []
-    late.close()
-
-
-def test_a_shadow_that_dies_and_returns_is_followed_again(shadow: FakeShadow) -> None:
-    ddp, optimizer = build()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    checkpoint.resume()
-    train(ddp, optimizer, 3)
-    shadow.close()
-    started = time.monotonic()
-    train(ddp, optimizer, 5)
-    assert time.monotonic() - started < 5
-    returned = FakeShadow(1, shadow.port)
-    returned.seed_always = True
-    end = time.monotonic() + 15
-    while not returned.seeds and time.monotonic() < end:
-        train(ddp, optimizer)
-        time.sleep(0.05)
-    checkpoint.close()
-    assert returned.seeds[0][0].step > 8
-    assert order(returned, 0)[0] == "L"  # a new connection needs the layout again
-    assert checkpoint.dropped > 0
-    returned.close()
-
-
-def test_a_shadow_that_accepts_and_is_silent_costs_bounded_time(
-    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("CHECKMATE_SHADOWS", f"127.0.0.1:{silent.getsockname()[1]}")
-        started = time.monotonic()
-        ddp, optimizer = build()
-        checkpoint = checkmate.attach(ddp, optimizer)
-        assert checkpoint.resume() is None
-        train(ddp, optimizer, 3)
-        checkpoint.close()
-        assert time.monotonic() - started < 10
-    assert "training goes on without checkpoints" in caplog.text
-
-
-def test_a_seed_that_is_not_acknowledged_is_a_warning(
-    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(checkpoint_module, "SEED_S", 0.3)
-    shadow.silent_seeds = True
-    ddp, optimizer = build()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    started = time.monotonic()
-    checkpoint.resume()
-    train(ddp, optimizer, 2)
-    checkpoint.close()
-    assert time.monotonic() - started < 8
-    assert "did not acknowledge the initial state" in caplog.text
-
-
-def test_a_wrong_token_is_a_warning(
-    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    Path(os.environ["CHECKMATE_TOKEN_FILE"]).write_bytes(b"not the job's token")
-    ddp, optimizer = build()
-    started = time.monotonic()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    checkpoint.resume()
-    train(ddp, optimizer)
-    checkpoint.close()
-    assert time.monotonic() - started < 5
-    assert "refused: wrong job token" in caplog.text
-
-
-def test_an_error_of_our_own_stops_following_and_nothing_else(
-    shadow: FakeShadow, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ddp, optimizer = build()
-    checkpoint = checkmate.attach(ddp, optimizer)
-    checkpoint.resume()
-
-    def broken(*args: Any) -> None:
-        raise RuntimeError("bug")
-
-    monkeypatch.setattr(plugin, "register_bucket", broken)
-    train(ddp, optimizer, 2)
-    assert "stops following this run at step 0" in caplog.text
-    assert plugin.incarnation == 0 and shadow.of(Boundary) == []
 
 
 # The end
@@ -699,8 +337,6 @@ def test_resume_is_called_once_and_first(shadow: FakeShadow, caplog: pytest.LogC
 
 
 def test_importing_checkmate_does_not_import_torch() -> None:
-    import subprocess  # noqa: PLC0415
-
     code = (
         "import sys, checkmate; assert 'torch' not in sys.modules; assert checkmate.attach and 'torch' in sys.modules"
     )

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "train_support"))
-from fake_shadow import FakeShadow, order
-from processes import SUPPORT, finish, start
+from support.train.fake_shadow import FakeShadow, order
+from support.train.processes import SUPPORT, finish, start
 
 from checkmate.plain import encode
 from checkmate.protocol import StepRecord

@@ -1,10 +1,8 @@
 """The communication hook reduces exactly as DDP does without it."""
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "train_support"))
-from processes import finish, start
+from support.train.processes import finish, start
 
 
 def test_gradients_are_those_of_plain_ddp(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""No fault of a shadow stalls or stops training."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.train.fake_shadow import FakePlugin, FakeShadow, order
+from support.train.model import build, train
+
+import checkmate
+from checkmate.protocol import Boundary, StepRecord
+from checkmate.train import checkpoint as checkpoint_module
+
+pytest_plugins = ["support.train.world"]
+
+
+def test_without_a_shadow_training_goes_on_and_is_followed_later(
+    shadow: FakeShadow,
+    plugin: FakePlugin,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
+    shadow.close()
+    ddp, optimizer = build()
+    started = time.monotonic()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    assert checkpoint.resume() is None
+    train(ddp, optimizer, 5)
+    assert time.monotonic() - started < 5
+    assert "training goes on without checkpoints" in caplog.text
+    assert plugin.tagged == []
+    late = FakeShadow(1, shadow.port)
+    step = 5
+    end = time.monotonic() + 15
+    while not late.seeds and time.monotonic() < end:
+        train(ddp, optimizer)
+        step += 1
+        time.sleep(0.1)
+    train(ddp, optimizer, 2)
+    checkpoint.close()
+    seeded = late.seeds[0][0].step
+    assert 5 < seeded <= step
+    assert {seeded + 1, seeded + 2} <= {record.step for record in late.of(StepRecord)}
+    assert {seeded + 1, seeded + 2} <= {iteration for iteration, _, _ in plugin.tagged}
+    late.close()
+
+
+def test_a_late_shadow_keeps_what_it_holds_beyond_us(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.1)
+    shadow.close()
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    late = FakeShadow(1, shadow.port)
+    late.committed = 1000
+    checkpoint.resume()
+    end = time.monotonic() + 15
+    while "not seeding: the shadow holds step 1000" not in caplog.text and time.monotonic() < end:
+        train(ddp, optimizer)
+        time.sleep(0.05)
+    checkpoint.close()
+    assert "not seeding: the shadow holds step 1000" in caplog.text
+    assert late.seeds == []
+    late.close()
+
+
+def test_a_shadow_that_dies_and_returns_is_followed_again(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer, 3)
+    shadow.close()
+    started = time.monotonic()
+    train(ddp, optimizer, 5)
+    assert time.monotonic() - started < 5
+    returned = FakeShadow(1, shadow.port)
+    returned.seed_always = True
+    end = time.monotonic() + 15
+    while not returned.seeds and time.monotonic() < end:
+        train(ddp, optimizer)
+        time.sleep(0.05)
+    checkpoint.close()
+    assert returned.seeds[0][0].step > 8
+    assert order(returned, 0)[0] == "L"  # a new connection needs the layout again
+    assert checkpoint.dropped > 0
+    returned.close()
+
+
+def test_a_shadow_that_accepts_and_is_silent_costs_bounded_time(
+    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "BEGIN_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("CHECKMATE_SHADOWS", f"127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        ddp, optimizer = build()
+        checkpoint = checkmate.attach(ddp, optimizer)
+        assert checkpoint.resume() is None
+        train(ddp, optimizer, 3)
+        checkpoint.close()
+        assert time.monotonic() - started < 10
+    assert "training goes on without checkpoints" in caplog.text
+
+
+def test_a_seed_that_is_not_acknowledged_is_a_warning(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "SEED_S", 0.3)
+    shadow.silent_seeds = True
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    started = time.monotonic()
+    checkpoint.resume()
+    train(ddp, optimizer, 2)
+    checkpoint.close()
+    assert time.monotonic() - started < 8
+    assert "did not acknowledge the initial state" in caplog.text
+
+
+def test_a_wrong_token_is_a_warning(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(os.environ["CHECKMATE_TOKEN_FILE"]).write_bytes(b"not the job's token")
+    ddp, optimizer = build()
+    started = time.monotonic()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer)
+    checkpoint.close()
+    assert time.monotonic() - started < 5
+    assert "refused: wrong job token" in caplog.text
+
+
+def test_an_error_of_our_own_stops_following_and_nothing_else(
+    shadow: FakeShadow, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(plugin, "register_bucket", broken)
+    train(ddp, optimizer, 2)
+    assert "stops following this run at step 0" in caplog.text
+    assert plugin.incarnation == 0 and shadow.of(Boundary) == []
