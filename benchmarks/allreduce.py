@@ -1,287 +1,328 @@
-"""All-reduce bus bandwidth: the checkmate backend (untagged) against torch's gloo, in one run, alternating.
+"""All-reduce bus bandwidth: what tagging and mirroring cost, and the checkmate backend against torch's gloo.
 
-Ranks are processes in network namespaces, joined by veths and a bridge: every byte crosses kernel TCP, as between
-hosts. Bus bandwidth is 2(N-1)/N x bytes / time, as in nccl-tests. Run as root::
+Ranks are processes in network namespaces: every byte crosses kernel TCP, as between hosts. Over ``--network switch``
+(the eBPF switch, a controller and a running shadow) three kinds of all-reduce take turns: *tagged* (every final chunk
+is copied to the shadow, which reassembles and checks it), *untagged* and *gloo*; over ``--network bridge`` the last
+two. The shadow waits for a seed meanwhile: it takes part with all but the optimizer. Bus bandwidth is 2(N-1)/N x bytes
+/ time, as in nccl-tests. ``--cpus`` and ``--rack-cpus`` keep the nodes' work (processes, kernel) and the rack's
+(switch, shadow) apart, as on separate machines. Run as root::
 
-    python benchmarks/allreduce.py [--ranks 4] [--sizes 1,4,16,64] [--repetitions 7] [--json] [--plot FILE]
+    python benchmarks/allreduce.py [--network bridge] [--sizes 1,4,16,64] [--repetitions 9] [--json] [--plot FILE]
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
-import checkmate.nccl_plugin.ring.backend  # noqa: F401
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
+from common import (
+    MIB,
+    Spread,
+    add_output_options,
+    add_placement_options,
+    console,
+    draw,
+    numbers,
+    print_json,
+    progress,
+    ratios,
+    run_as_root,
+    turns,
+)
+from matplotlib.axes import Axes
+from networks import Network, bridge, rack
 from rich.console import Console
 from rich.table import Table
 
-MIB = 1 << 20
+from checkmate.config import CheckmateError
+from checkmate.lab import Placement
+from checkmate.nccl_plugin.binding import Plugin
+from checkmate.nccl_plugin.ring.backend import CHANNELS, SLICE_BYTES
+from checkmate.services import Services
+from checkmate.train.client import Client
+from checkmate.train.settings import Settings
+
 PORT = 29500
-PREFIX = "ckmbench"
-BACKENDS = ("checkmate", "gloo")
-BLOCK_SECONDS = 0.4
-
-
-@dataclass(frozen=True)
-class Node:
-    """Where a rank runs: a network namespace, its interface, its address, and what to add to the environment."""
-
-    netns: str
-    interface: str
-    address: str
-    env: tuple[tuple[str, str], ...] = ()
-
-
-NetworkFactory = Callable[[int, int], AbstractContextManager[Sequence[Node]]]
-"""(ranks, mtu) -> context manager of the nodes: what ``run`` measures over."""
+VARIANTS = {"switch": ("tagged", "untagged", "gloo"), "bridge": ("untagged", "gloo")}
+COMPARED = (("tagged", "untagged"), ("tagged", "gloo"), ("untagged", "gloo"))
+TARGETS = {("tagged", "untagged"): 0.95, ("tagged", "gloo"): 1.0}
+SETS = 8
+"""Iterations that the shadow may hold: without a seed it keeps all but one as long as it can."""
+BEGIN_S = 10.0
+DRAIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """One measurement: ``sizes`` in bytes, ``repetitions`` blocks of each backend for each size."""
+    """One measurement: ``sizes`` in bytes, ``repetitions`` blocks of about ``block_s`` for each kind and size.
 
+    ``cpus`` and ``rack_cpus``: where nodes and rack run; empty: anywhere.
+    """
+
+    network: str
     ranks: int
     mtu: int
     sizes: tuple[int, ...]
     repetitions: int
+    block_s: float
     channels: int
     slice_bytes: int
     cpus: tuple[int, ...]
+    rack_cpus: tuple[int, ...]
 
 
-def _ip(*lines: str, netns: str | None = None) -> None:
-    selector = ["-n", netns] if netns else []
-    subprocess.run(["ip", *selector, "-batch", "-"], input="\n".join(lines), text=True, check=True)
+@dataclass(frozen=True)
+class Mirrored:
+    """Payload that ranks tagged and that the shadow received and verified; packets and bytes that got lost."""
+
+    tagged_bytes: int
+    received_bytes: int
+    drops: int
+    gaps: int
 
 
-def _delete(names: Sequence[str]) -> None:
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+@dataclass(frozen=True)
+class Measured:
+    """``seconds`` per all-reduce, by size and kind, one value for each repetition."""
+
+    seconds: dict[int, dict[str, list[float]]]
+    mirrored: Mirrored | None
 
 
-def _delete_stale() -> None:
-    """Namespaces of runs that were killed."""
-    for path in Path("/run/netns").glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            _delete([path.name])
-
-
-@contextmanager
-def bridge(ranks: int, mtu: int) -> Iterator[Sequence[Node]]:
-    """One namespace for each rank and one for a bridge, joined by veths; all removed at the end."""
-    _delete_stale()
-    prefix = f"{PREFIX}{os.getpid()}"
-    hub = f"{prefix}-hub"
-    nodes = [Node(f"{prefix}-r{r}", "eth0", f"10.2.0.{10 + r}") for r in range(ranks)]
+def run(options: Options, to: Console, timeout_s: float = 1800.0) -> Measured:
+    """Measure. Raises CheckmateError when a rank fails."""
+    variants = VARIANTS[options.network]
+    seconds: dict[int, dict[str, list[float]]] = {size: {name: [] for name in variants} for size in options.sizes}
     with ExitStack() as stack:
-        stack.callback(_delete, [hub, *(node.netns for node in nodes)])
-        _ip(*(f"netns add {name}" for name in [hub, *(node.netns for node in nodes)]))
-        _ip("link add br0 type bridge", f"link set br0 mtu {mtu} up", netns=hub)
-        for r, node in enumerate(nodes):
-            _ip(f"link add eth0 netns {node.netns} mtu {mtu} type veth peer name p{r} netns {hub} mtu {mtu}")
-            _ip(f"link set p{r} master br0", f"link set p{r} up", netns=hub)
-            _ip(f"addr add {node.address}/24 dev eth0", "link set eth0 up", "link set lo up", netns=node.netns)
-        yield nodes
-
-
-def _spawn(node: Node, rank: int, master: str, options: Options, result: Path) -> "subprocess.Popen[bytes]":
-    env = {
-        **os.environ,
-        **dict(node.env),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": node.interface,
-        "CHECKMATE_IFNAME": f"={node.interface}",
-        "CHECKMATE_CHANNELS": str(options.channels),
-        "CHECKMATE_SLICE_BYTES": str(options.slice_bytes),
-    }
-    argv = ["nsenter", f"--net=/run/netns/{node.netns}", "--", sys.executable, __file__, "--worker"]
-    argv += [json.dumps({"rank": rank, "master": master, "result": str(result), **asdict(options)})]
-    return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *argv], env=env)
-
-
-def run(network: NetworkFactory, options: Options, timeout_s: float = 900.0) -> dict[int, dict[str, list[float]]]:
-    """Seconds per all-reduce, by size and backend, one value for each repetition.
-
-    Raises RuntimeError when a rank fails or time runs out.
-    """
-    with network(options.ranks, options.mtu) as nodes, tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        result = Path(directory, "result.json")
+        network = stack.enter_context(_network(options))
         workers = []
-        for rank, node in enumerate(nodes):
-            worker = _spawn(node, rank, nodes[0].address, options, result)
-            stack.callback(worker.wait)
-            stack.callback(worker.kill)
-            workers.append(worker)
-        end = time.monotonic() + timeout_s
+        for rank in range(options.ranks):
+            job = {"rank": rank, "master": network.nodes[0].address, "variants": variants, **asdict(options)}
+            workers.append(network.spawn(rank, __file__, json.dumps(job), options.cpus))
+            stack.callback(workers[-1].wait)
+            stack.callback(workers[-1].kill)
+        step = stack.enter_context(progress(to, "all-reduce", len(seconds) * options.repetitions * len(variants)))
+        alarm = threading.Timer(timeout_s, workers[0].kill)
+        stack.callback(alarm.cancel)
+        alarm.start()
+        tagged_bytes = 0
         for rank, worker in enumerate(workers):
-            if worker.wait(max(1.0, end - time.monotonic())) != 0:
-                raise RuntimeError(f"rank {rank} failed with status {worker.returncode}")
-        seconds = json.loads(result.read_text())
-        return {int(size): by_backend for size, by_backend in seconds.items()}
+            for line in worker.stdout or ():
+                report = json.loads(line)
+                tagged_bytes += report.get("tagged_bytes", 0)
+                if "seconds" in report:
+                    seconds[report["size"]][report["variant"]].append(report["seconds"])
+                    step(f"{report['size'] / MIB:g} MiB {report['variant']}")
+            if worker.wait() != 0:
+                raise CheckmateError(f"rank {rank} failed with status {worker.returncode}")
+        return Measured(seconds, _mirrored(network.services, tagged_bytes) if network.services else None)
 
 
-def _worker(text: str) -> None:
-    job = json.loads(text)
-    if job["cpus"]:
-        os.sched_setaffinity(0, {job["cpus"][job["rank"] % len(job["cpus"])]})
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=120)
-    address = f"tcp://{job['master']}:{PORT}"
-    dist.init_process_group("checkmate", init_method=address, rank=job["rank"], world_size=job["ranks"], timeout=limit)
-    groups = {"checkmate": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=limit)}
-    seconds = {size: _measure(groups, size, job["repetitions"]) for size in job["sizes"]}
-    if job["rank"] == 0:
-        Path(job["result"]).write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+def _network(options: Options) -> AbstractContextManager[Network]:
+    if options.network == "bridge":
+        return bridge(options.ranks, options.mtu)
+    placement = Placement(options.cpus, options.rack_cpus) if options.cpus and options.rack_cpus else None
+    return rack(options.ranks, options.mtu, placement, SETS)
 
 
-def _measure(groups: dict[str, dist.ProcessGroup], size: int, repetitions: int) -> dict[str, list[float]]:
-    tensor = torch.ones(size // 4)
-    iterations = torch.zeros(1, dtype=torch.int64)
+def _mirrored(services: Services, tagged_bytes: int) -> Mirrored:
+    """What the shadow got, once all has arrived that can."""
+    end = time.monotonic() + DRAIN_S
+    while True:
+        status = services.shadow_status()
+        if status is None:
+            raise CheckmateError(f"the shadow does not answer any more:\n{services.lab.log_tail('shadow.log')}")
+        counts = status["receiver"]
+        if counts["payload_bytes"] >= tagged_bytes or time.monotonic() > end:
+            return Mirrored(tagged_bytes, counts["payload_bytes"], counts["driver_drops"], counts["gaps"])
+        time.sleep(0.1)
 
-    def block(group: dist.ProcessGroup, count: int) -> float:
-        dist.barrier(group=group)
+
+class _Worker:
+    """One rank: the same buffer, reduced by each kind in turn."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        self._rank = job["rank"]
+        limit = timedelta(seconds=120)
+        master = f"tcp://{job['master']}:{PORT}"
+        os.environ |= {CHANNELS: str(job["channels"]), SLICE_BYTES: str(job["slice_bytes"])}
+        dist.init_process_group(
+            "checkmate", init_method=master, rank=self._rank, world_size=job["ranks"], timeout=limit
+        )
+        self._groups = dict.fromkeys(job["variants"], dist.group.WORLD)
+        self._groups["gloo"] = dist.new_group(backend="gloo", timeout=limit)
+        self._plugin = Plugin()
+        self._iteration = 0
+        if "tagged" in self._groups:
+            self._plugin.set_incarnation(self._begin())
+
+    def run(self) -> None:
+        """All sizes; rank 0 prints a line for each block, every rank its tagged bytes at the end."""
+        for size in self._job["sizes"]:
+            self._measure(torch.ones(size // 4), size)
+        self._say(tagged_bytes=self._plugin.counters().tagged_bytes)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _begin(self) -> int:
+        """The shadow takes frames of an incarnation that rank 0 opened."""
+        number = torch.zeros(1, dtype=torch.int64)
+        if self._rank == 0:
+            number[0] = Client(Settings.from_environment(), 0, self._job["ranks"]).begin(0, BEGIN_S).incarnation
+        dist.broadcast(number, 0)
+        return int(number)
+
+    def _measure(self, tensor: torch.Tensor, size: int) -> None:
+        slowest = max(self._block(name, tensor, 2) for name in self._groups)
+        count = torch.tensor(max(2, int(self._job["block_s"] / slowest)))
+        dist.broadcast(count, 0)
+        for repetition in range(self._job["repetitions"]):
+            for name in turns(list(self._groups), repetition):
+                seconds = self._block(name, tensor, int(count))
+                if self._rank == 0:
+                    self._say(size=size, variant=name, seconds=seconds)
+
+    def _block(self, name: str, tensor: torch.Tensor, count: int) -> float:
+        """Seconds per all-reduce of the slowest of ``count``, all in a row."""
+        group = self._groups[name]
+        if name == "tagged":
+            self._plugin.register_bucket(tensor.data_ptr(), tensor.nbytes, 0)
+        dist.barrier()
         start = time.perf_counter()
         for _ in range(count):
+            self._iteration += name == "tagged"
+            self._plugin.set_iteration(self._iteration)
             dist.all_reduce(tensor, group=group)
         elapsed = time.perf_counter() - start
+        self._plugin.unregister_buckets()
         tensor.fill_(1.0)
         return elapsed / count
 
-    slowest = max(block(group, 2) for group in groups.values())
-    iterations[0] = max(2, int(BLOCK_SECONDS / slowest))
-    dist.broadcast(iterations, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
-    for repetition in range(repetitions):
-        names = list(groups) if repetition % 2 == 0 else list(reversed(groups))
-        for name in names:
-            seconds[name].append(block(groups[name], int(iterations)))
-    return seconds
+    @staticmethod
+    def _say(**values: Any) -> None:
+        print(json.dumps(values), flush=True)
+
+
+def _work(text: str) -> None:
+    job = json.loads(text)
+    torch.set_num_threads(1)
+    _Worker(job).run()
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one size: median bus bandwidths in MB/s and the ratio of each pair of neighbouring blocks."""
+    """Result for one size: bus bandwidths in MB/s, and ratios of neighbouring blocks ("tagged/untagged", …)."""
 
     bytes: int
-    bandwidth: dict[str, float]
-    spread: dict[str, tuple[float, float]]
-    ratio: float
-    ratio_range: tuple[float, float]
+    bandwidth: dict[str, Spread]
+    ratios: dict[str, Spread]
 
 
 def summarise(seconds: dict[int, dict[str, list[float]]], ranks: int) -> list[Row]:
     """Rows by size."""
     rows = []
-    for size, by_backend in seconds.items():
+    for size, by_variant in seconds.items():
         rates = {
             name: [2 * (ranks - 1) / ranks * size / value / 1e6 for value in values]
-            for name, values in by_backend.items()
+            for name, values in by_variant.items()
         }
-        ratios = [ours / theirs for ours, theirs in zip(*(rates[name] for name in BACKENDS), strict=True)]
-        rows.append(
-            Row(
-                bytes=size,
-                bandwidth={name: statistics.median(values) for name, values in rates.items()},
-                spread={name: (min(values), max(values)) for name, values in rates.items()},
-                ratio=statistics.median(ratios),
-                ratio_range=(min(ratios), max(ratios)),
-            )
-        )
+        compared = {f"{a}/{b}": ratios(rates[a], rates[b]) for a, b in COMPARED if a in rates and b in rates}
+        rows.append(Row(size, {name: Spread.of(values) for name, values in rates.items()}, compared))
     return rows
 
 
-def show(rows: Sequence[Row], options: Options) -> None:
+def overall(rows: Sequence[Row]) -> dict[str, float]:
+    """Geometric means of the ratios over all sizes."""
+    return {name: statistics.geometric_mean([row.ratios[name].median for row in rows]) for name in rows[0].ratios}
+
+
+def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: Console) -> None:
     """Print a table."""
-    cpus = ", ".join(map(str, options.cpus)) if options.cpus else "all of " + _cpu_set()
+    where = f"nodes on CPUs {options.cpus or 'any'}, switch and shadow on {options.rack_cpus or 'any'}"
     table = Table(
-        title=f"all-reduce bus bandwidth, {options.ranks} ranks, MTU {options.mtu}, {options.channels} channels, "
-        f"slices of {options.slice_bytes >> 10} KiB",
-        caption=f"MB/s, median of {options.repetitions} alternating blocks (min to max); CPUs: {cpus}",
+        title=f"All-reduce bus bandwidth in MB/s, {options.ranks} ranks, {options.network}, MTU {options.mtu}, "
+        f"{options.channels} channels, slices of {options.slice_bytes >> 10} KiB",
+        caption=f"median (least to greatest) of {options.repetitions} blocks in turn; {where}",
     )
-    for heading in ("MiB", *BACKENDS, "ratio"):
+    for heading in ("MiB", *rows[0].bandwidth, *rows[0].ratios):
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = [f"{row.bandwidth[b]:.0f} ({row.spread[b][0]:.0f} to {row.spread[b][1]:.0f})" for b in BACKENDS]
-        ratio = f"{row.ratio:.2f} ({row.ratio_range[0]:.2f} to {row.ratio_range[1]:.2f})"
-        table.add_row(f"{row.bytes / MIB:g}", *cells, ratio)
-    Console().print(table)
+        rates = [spread.text(0) for spread in row.bandwidth.values()]
+        table.add_row(f"{row.bytes / MIB:g}", *rates, *(spread.text(2) for spread in row.ratios.values()))
+    blanks = [""] * len(rows[0].bandwidth)
+    table.add_section()
+    table.add_row("all", *blanks, *(f"{value:.2f}" for value in overall(rows).values()))
+    if options.network == "switch":
+        goals = [TARGETS.get((a, b)) for a, b in COMPARED]
+        table.add_row("target", *blanks, *(f"≥ {goal:.2f}" if goal else "" for goal in goals))
+    to.print(table)
+    if mirrored:
+        to.print(
+            f"tagged {mirrored.tagged_bytes:,} bytes; the shadow received and verified {mirrored.received_bytes:,}, "
+            f"{mirrored.drops} packets dropped, {mirrored.gaps} gaps"
+        )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw bandwidth against size, with the range of the blocks."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+def plot(rows: Sequence[Row], axes: Axes) -> None:
+    """Bandwidth against size, with the range of the blocks."""
     sizes = [row.bytes / MIB for row in rows]
-    for backend in BACKENDS:
-        axes.plot(sizes, [row.bandwidth[backend] for row in rows], marker="o", label=backend)
-        low, high = zip(*(row.spread[backend] for row in rows), strict=True)
-        axes.fill_between(sizes, low, high, alpha=0.2)
+    for name in rows[0].bandwidth:
+        spreads = [row.bandwidth[name] for row in rows]
+        axes.plot(sizes, [spread.median for spread in spreads], marker="o", label=name)
+        axes.fill_between(sizes, [spread.low for spread in spreads], [spread.high for spread in spreads], alpha=0.2)
     axes.set(xscale="log", xlabel="buffer (MiB)", ylabel="bus bandwidth (MB/s)", ylim=(0, None))
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.legend()
-    figure.savefig(path)
-
-
-def _cpu_set() -> str:
-    return ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=tuple(VARIANTS), default="switch")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--sizes", type=_numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--block-seconds", type=float, default=0.4)
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--slice-bytes", type=int, default=MIB)
-    parser.add_argument("--cpus", type=_numbers, default=(), help="CPUs that ranks are pinned to in turn")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--plot", type=Path, help="write a plot to this file")
+    add_placement_options(parser)
+    add_output_options(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        _worker(arguments.worker)
+        _work(arguments.worker)
         return
-    if os.geteuid() != 0:
-        raise SystemExit("network namespaces need root: run this as root")
     options = Options(
+        network=arguments.network,
         ranks=arguments.ranks,
         mtu=arguments.mtu,
         sizes=tuple(size * MIB for size in arguments.sizes),
         repetitions=arguments.repetitions,
+        block_s=arguments.block_seconds,
         channels=arguments.channels,
         slice_bytes=arguments.slice_bytes,
         cpus=arguments.cpus,
+        rack_cpus=arguments.rack_cpus,
     )
-    rows = summarise(run(bridge, options), options.ranks)
-    show(rows, options)
+    to = console(arguments)
+    measured = run(options, to)
+    rows = summarise(measured.seconds, options.ranks)
+    show(rows, options, measured.mirrored, to)
     if arguments.plot:
-        plot(rows, arguments.plot)
+        draw(arguments.plot, lambda axes: plot(rows, axes))
     if arguments.json:
-        cpus = options.cpus or _numbers(_cpu_set())
-        print(json.dumps({"options": {**asdict(options), "cpus": cpus}, "rows": [asdict(row) for row in rows]}))
+        print_json(asdict(options), rows=rows, overall=overall(rows), mirrored=measured.mirrored)
 
 
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        main()
+run_as_root(main, __name__)

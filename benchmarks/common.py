@@ -1,0 +1,124 @@
+"""What the benchmarks share: alternating turns, medians with their spread, tables, plots and JSON."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+MIB = 1 << 20
+WIDTH = 150
+"""Of tables in a file."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, digits: int) -> str:
+        """Median (least to greatest)."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Of neighbours in time, so that a slow moment of the machine meets both."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def turns(names: Sequence[str], repetition: int) -> list[str]:
+    """The order of a repetition: each name comes first in turn, and every other repetition runs backwards."""
+    shift = repetition % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order if repetition % 2 == 0 else order[::-1]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Of the form "1,4,16"."""
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """``--json`` and ``--plot``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot to this file (.png, .svg, .pdf)")
+
+
+def add_placement_options(parser: argparse.ArgumentParser) -> None:
+    """``--cpus`` and ``--rack-cpus``: by default half of the CPUs each; both empty: anywhere."""
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    parser.add_argument("--cpus", type=numbers, default=tuple(cpus[:half]), help="CPUs of the nodes, with commas")
+    parser.add_argument(
+        "--rack-cpus", type=numbers, default=tuple(cpus[half:]) if half else (), help="CPUs of the rack"
+    )
+
+
+def console(arguments: argparse.Namespace) -> Console:
+    """Where tables and progress go: beside the JSON object, not before it."""
+    to = Console(stderr=arguments.json)
+    return to if to.is_terminal else Console(stderr=arguments.json, width=WIDTH)
+
+
+@contextmanager
+def progress(to: Console, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar; calling it says what was done and moves it on by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=to, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda text: bar.update(task, advance=1, description=f"{what}: {text}")
+
+
+def print_json(options: Any, **results: Any) -> None:
+    """One object: the inputs, the machine and the results (dataclasses, or lists and mappings of them)."""
+    print(json.dumps({"options": options, "machine": machine(), **results}, default=_plain))
+    sys.stdout.flush()
+
+
+def machine() -> dict[str, Any]:
+    """What absolute figures depend on."""
+    return {"cpus": sorted(os.sched_getaffinity(0)), "kernel": os.uname().release, "load": round(os.getloadavg()[0], 1)}
+
+
+def draw(path: Path, fill: Callable[[Axes], None]) -> None:
+    """A figure with one pair of axes."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    fill(figure.subplots())
+    figure.savefig(path)
+
+
+def run_as_root(main: Callable[[], None], name: str) -> None:
+    """Call ``main`` where namespaces and BPF can be had; Ctrl-C ends it, after its clean-up, without a traceback."""
+    if name != "__main__":
+        return
+    if os.geteuid() != 0:
+        raise SystemExit("network namespaces and BPF need root: run this as root")
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return asdict(value)
