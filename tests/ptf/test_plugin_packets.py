@@ -6,16 +6,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from support import link
 from support.link import DSCP_TAG, Capture, Packet, Rack, stream
 
 from checkmate.config import library
 from checkmate.crc32c import crc32c
+from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from checkmate.wire import HEADER_BYTES
 
 PLUGIN = Path(__file__).parents[2] / "nccl_plugin"
@@ -197,3 +198,25 @@ def test_training_needs_no_privilege(traffic: Path, bpffs: Path) -> None:
         unprivileged.chmod(0o755)
         printed = transfer(rack, unprivileged, program.map_path)
     assert int(printed["tagged_frames"]) == len(tagged_messages())
+
+
+def test_dead_host_is_an_error_within_the_timeout(traffic: Path) -> None:
+    """The link goes dark, so that nothing is reset and nothing acknowledged: both ends notice."""
+    environment = {**os.environ, "CHECKMATE_IFNAME": "=eth0", "CHECKMATE_TIMEOUT_MS": "2000"}
+    start = functools.partial(
+        subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    sizes, lib = ["1000000", str(BYTES)], library("libcheckmate_net.so")
+    with link.rack(1500, True) as rack, contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(start(rack.command(rack.receiver, traffic, lib, "recv", *sizes)))
+        stack.callback(receiver.kill)
+        assert receiver.stdout
+        handle = receiver.stdout.readline().strip()
+        sender = stack.enter_context(start(rack.command(rack.sender, traffic, lib, "send", *sizes, handle, "0")))
+        stack.callback(sender.kill)
+        time.sleep(0.5)
+        assert sender.poll() is receiver.poll() is None
+        link.run("ip", "-n", rack.receiver, "link", "set", "eth0", "down")
+        for process in (sender, receiver):
+            _, error = process.communicate(timeout=15)
+            assert "is 6, NCCL_SUCCESS is 0" in error  # a remote error
