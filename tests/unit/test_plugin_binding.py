@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkmate.nccl_plugin.binding import NET_PLUGIN, Plugin, plugin_path
-from checkmate.nccl_plugin.bpf.loader import MAP_NAME, CounterProgram
 
 from checkmate.config import DSCP_TAG, CheckmateError, library
+from checkmate.nccl_plugin.binding import NET_PLUGIN, Plugin, plugin_path
+from checkmate.nccl_plugin.bpf.loader import MAP_NAME, CounterProgram
 
 
 def test_buckets_and_counters() -> None:
