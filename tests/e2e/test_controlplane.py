@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkmate.controlplane.preflight import check_offloads
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.controlplane.preflight import check_offloads
 from checkmate.lab import Lab, LabConfig
 from checkmate.status import query
 
