@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cffi import FFI
-from checkmate.shadow.rx.receiver import OpComplete, Receiver, RxConfig
 from rich.console import Console
 from rich.table import Table
+
+from checkmate.shadow.rx.receiver import OpComplete, Receiver, RxConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.copies import AllReduce, Sender, gradients, interleave

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
+
 from checkmate.controlplane.target import TargetError, UnreachableError
 from checkmate.p4.shared.messages import code_pb2, p4runtime_pb2, p4runtime_pb2_grpc, status_pb2
 

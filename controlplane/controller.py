@@ -14,7 +14,6 @@ from checkmate.controlplane.reconcile import Outcome, reconcile
 from checkmate.controlplane.registration import RegistrationServer
 from checkmate.controlplane.target import Counters, Target, TargetError
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
-
 from checkmate.plan import Plan, make_plan, show
 from checkmate.status import StatusServer
 from checkmate.topology import Topology

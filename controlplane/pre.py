@@ -3,7 +3,6 @@
 from typing import Any
 
 from checkmate.p4.shared.messages import p4runtime_pb2
-
 from checkmate.plan import Multicast, Replica
 
 

@@ -13,9 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkmate.p4.ebpf import netdev
-
 from checkmate.config import CheckmateError
+from checkmate.p4.ebpf import netdev
 from checkmate.topology import Topology
 
 _COMMANDS = {"ip": "iproute2", "tc": "iproute2", "ethtool": "ethtool", "nsenter": "util-linux", "unshare": "util-linux"}

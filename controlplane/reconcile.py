@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from checkmate.controlplane.target import Kind, Target, TargetError, Update
-
 from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Item, Multicast, Rules, diff
 
 BATCH = 256

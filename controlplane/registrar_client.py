@@ -12,7 +12,6 @@ from typing import TypeVar
 from checkmate.controlplane import messages
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.messages import Alive, Challenge, Placed, Refused, Register, Registered
-
 from checkmate.protocol import ProtocolError
 from checkmate.topology import Endpoint
 

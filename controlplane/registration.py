@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from checkmate.config import CheckmateError
 from checkmate.controlplane import messages
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.messages import Alive, Challenge, Placed, Refused, Register, Registered
-
-from checkmate.config import CheckmateError
 from checkmate.protocol import ProtocolError
 from checkmate.topology import Topology
 

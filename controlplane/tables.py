@@ -6,7 +6,6 @@ from typing import Any
 from checkmate.controlplane.target import Count, TargetError
 from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import p4info_pb2, p4runtime_pb2
-
 from checkmate.plan import Entry, Ternary
 
 

@@ -8,7 +8,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from checkmate.nccl_plugin.ring import backend  # noqa: F401 - for CPU tensors; with NCCL the plugin is enough
 from model import GPT, Text
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from train import parameter_groups, parse_arguments, report, save, warmup_cosine
 
 import checkmate
+from checkmate.nccl_plugin.ring import backend  # noqa: F401 - for CPU tensors; with NCCL the plugin is enough
 
 
 def main() -> None:

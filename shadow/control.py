@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from checkmate.shadow import messages
 from torch import Tensor
 
 from checkmate.config import CheckmateError
@@ -43,6 +42,7 @@ from checkmate.protocol import (
     prove,
     receive,
 )
+from checkmate.shadow import messages
 from checkmate.tensors import manifest_bytes, receive_tensors, send_tensors
 
 log = logging.getLogger("checkmate.shadow")

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from checkmate.shadow.control import ControlServer, Limits
-from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
-from checkmate.shadow.rx.receiver import Receiver, RxConfig
 
 from checkmate import plain
 from checkmate.config import CheckmateError
+from checkmate.shadow.control import ControlServer, Limits
+from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
+from checkmate.shadow.rx.receiver import Receiver, RxConfig
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group
 

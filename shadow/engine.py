@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
-from checkmate.shadow.gate import Gate
-from checkmate.shadow.optim.replica import Refusal, Replica
-from checkmate.shadow.rx.receiver import Event, OpComplete
-from checkmate.shadow.staging import Gap, Gradient, Ready, Staging
 from torch import Tensor
 
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Hello, Layout, Message, Seed, State, StepRecord
+from checkmate.shadow.gate import Gate
+from checkmate.shadow.optim.replica import Refusal, Replica
+from checkmate.shadow.rx.receiver import Event, OpComplete
+from checkmate.shadow.staging import Gap, Gradient, Ready, Staging
 from checkmate.wire import DATATYPES
 
 log = logging.getLogger("checkmate.shadow")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from checkmate.controlplane.target import Counters, Kind, TargetError, Update
-
 from checkmate.plan import Entry, Item, Rules
 
 

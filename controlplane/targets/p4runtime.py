@@ -9,7 +9,6 @@ from checkmate.controlplane.client import Client
 from checkmate.controlplane.target import Count, Counters, Kind, Update
 from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import p4runtime_pb2
-
 from checkmate.plan import Entry, Key, Rules
 from checkmate.topology import Endpoint
 

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from checkmate.nccl_plugin.binding import plugin_path
-from checkmate.nccl_plugin.ring.engine import Operation, Ring, RingConfig, RingError, Task, lib
-from checkmate.nccl_plugin.ring.work import Completer, RingWork
 from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from checkmate.config import CheckmateError
+from checkmate.nccl_plugin.binding import plugin_path
+from checkmate.nccl_plugin.ring.engine import Operation, Ring, RingConfig, RingError, Task, lib
+from checkmate.nccl_plugin.ring.work import Completer, RingWork
 
 CHANNELS = "CHECKMATE_CHANNELS"
 SLICE_BYTES = "CHECKMATE_SLICE_BYTES"

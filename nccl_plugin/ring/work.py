@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from checkmate.nccl_plugin.ring.engine import Operation, Ring, RingError
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+
+from checkmate import config
 from checkmate.controlplane.reconcile import reconcile
 from checkmate.controlplane.target import Kind, Target, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.fake import FakeTarget
@@ -16,8 +18,6 @@ from checkmate.p4.ebpf.datapath import Datapath
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.loader import Switch
 from checkmate.p4.ebpf.p4runtime_server import Server
-
-from checkmate import config
 from checkmate.plan import L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
 from checkmate.topology import Endpoint, Topology
 

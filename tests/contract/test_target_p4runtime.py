@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from checkmate.controlplane.reconcile import reconcile
 from checkmate.controlplane.target import Count, Kind, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf import datapath
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
-
 from checkmate.plan import HEARTBEAT, REPLICATE, Entry, Multicast, Replica, Rules
 from checkmate.topology import Endpoint
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ptf.model import Model
+from ptf.wire import Rack, Wire, rack, settle, wait_readable
+
 from checkmate.controlplane.target import Counters, Kind, Target, Update
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf.loader import Switch
 from checkmate.p4.ebpf.p4runtime_server import Server
-from ptf.model import Model
-from ptf.wire import Rack, Wire, rack, settle, wait_readable
-
 from checkmate.plan import Rules, diff
 from checkmate.topology import Endpoint
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkmate.nccl_plugin.bpf.loader import CounterProgram
-from checkmate.p4.ebpf.netdev import Namespace
 from ptf import frames
 from ptf.model import Headers, checksums_valid, parse
 from ptf.rules import rules
 from ptf.target import SwitchUnderTest
 from ptf.wire import MTU, Wire
+
+from checkmate.nccl_plugin.bpf.loader import CounterProgram
+from checkmate.p4.ebpf.netdev import Namespace
 
 pytestmark = pytest.mark.root
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from checkmate.p4.ebpf import libbpf, loader
-from checkmate.p4.ebpf.datapath import DatapathFull, Registrar, Replica
-from checkmate.p4.ebpf.loader import Switch, preflight
-from checkmate.p4.ebpf.netdev import Namespace
 from ptf.wire import Rack, rack
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.p4.ebpf import libbpf, loader
+from checkmate.p4.ebpf.datapath import DatapathFull, Registrar, Replica
+from checkmate.p4.ebpf.loader import Switch, preflight
+from checkmate.p4.ebpf.netdev import Namespace
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root for namespaces and BPF")]
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from checkmate.p4.ebpf.netdev import Namespace
 from ptf import frames
 from ptf.frames import NOP, TIMESTAMP, counter, patched, tcp
 from ptf.model import Headers, checksums_valid, ones_sum, parse
 from ptf.rules import rules
 from ptf.target import SwitchUnderTest
+
+from checkmate.p4.ebpf.netdev import Namespace
 
 pytestmark = pytest.mark.root
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from checkmate.controlplane.target import Kind, TargetError, Update
 from ptf import frames
 from ptf.frames import NOP, TIMESTAMP, counter, patched, tcp
 from ptf.model import Headers, checksums_valid, parse
@@ -16,6 +15,7 @@ from scapy.layers.l2 import ARP, Dot1AD, Dot1Q, Ether
 from scapy.packet import Raw
 
 from checkmate import config
+from checkmate.controlplane.target import Kind, TargetError, Update
 from checkmate.plan import Multicast, Replica
 
 pytestmark = pytest.mark.root

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import checkmate.nccl_plugin.ring.backend  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkmate.nccl_plugin.binding import Plugin
 
+import checkmate.nccl_plugin.ring.backend  # noqa: F401
 from checkmate.config import CheckmateError
+from checkmate.nccl_plugin.binding import Plugin
 
 Job = Callable[[int, int], None]
 CHANNELS = (1, 2, 4)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from checkmate.protocol import Ack, Boundary, Message, SeedRequest, receive
 from checkmate.shadow.daemon import Shadow
 from checkmate.shadow.rx.receiver import Damage, Event, OpComplete
-
-from checkmate.protocol import Ack, Boundary, Message, SeedRequest, receive
 from checkmate.train.client import Client
 from checkmate.train.settings import Settings
 from support.trainer import Step, Trainer, over_the_wire

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
-from checkmate.p4.ebpf.arbitration import Arbitration
-from checkmate.p4.ebpf.refusal import Refusal
-from checkmate.p4.shared.messages import code_pb2, p4runtime_pb2
 from google.protobuf import any_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+
+from checkmate.p4.ebpf.arbitration import Arbitration
+from checkmate.p4.ebpf.refusal import Refusal
+from checkmate.p4.shared.messages import code_pb2, p4runtime_pb2
 
 DEVICE = 3
 

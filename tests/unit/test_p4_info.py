@@ -1,13 +1,13 @@
 """The P4Info is what p4c makes of a v1model program with these names, and agrees with the maps and the wire format."""
 
 import pytest
-from checkmate.p4.ebpf.datapath import Counter
-from checkmate.p4.ebpf.libbpf import constants
-from checkmate.p4.shared import p4info
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import config
+from checkmate.p4.ebpf.datapath import Counter
+from checkmate.p4.ebpf.libbpf import constants
+from checkmate.p4.shared import p4info
 
 _PREFIX = {"actions": 0x01, "tables": 0x02, "counters": 0x12, "direct_counters": 0x13}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
+
+from checkmate.config import CheckmateError
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import API_VERSION, Server
 from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import code_pb2, p4runtime_pb2, p4runtime_pb2_grpc, status_pb2
-
-from checkmate.config import CheckmateError
 
 DEVICE = 7
 TIMEOUT_S = 10

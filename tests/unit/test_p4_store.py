@@ -3,16 +3,16 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate.config import CheckmateError
 from checkmate.p4.ebpf.datapath import Count, Counter, Drop, Flood, Forward, L2Action, Registrar, Replica, Rewrite
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.refusal import Refusal
 from checkmate.p4.ebpf.store import Store
 from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import code_pb2, p4runtime_pb2
-from hypothesis import given
-from hypothesis import strategies as st
-
-from checkmate.config import CheckmateError
 
 INSERT, MODIFY, DELETE = p4runtime_pb2.Update.INSERT, p4runtime_pb2.Update.MODIFY, p4runtime_pb2.Update.DELETE
 INFO = p4info.load()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkmate.controlplane import preflight
 
 from checkmate.config import CheckmateError
+from checkmate.controlplane import preflight
 from checkmate.topology import Topology
 
 NETNS = f"ckm-pre-{os.getpid()}"

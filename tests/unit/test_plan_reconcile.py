@@ -4,13 +4,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from checkmate.controlplane.reconcile import BATCH, batches, reconcile
-from checkmate.controlplane.target import Kind, TargetError, Update
-from checkmate.controlplane.targets.fake import FakeTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate import config
+from checkmate.controlplane.reconcile import BATCH, batches, reconcile
+from checkmate.controlplane.target import Kind, TargetError, Update
+from checkmate.controlplane.targets.fake import FakeTarget
 from checkmate.plan import (
     FLOOD,
     FLOOD_GROUP,

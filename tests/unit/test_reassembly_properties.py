@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 import pytest
-from checkmate.shadow.rx.receiver import Damage, Event, OpComplete, Receiver, RxConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.copies import AllReduce, Sender, gradients, interleave, packet
 
 from checkmate import wire
+from checkmate.shadow.rx.receiver import Damage, Event, OpComplete, Receiver, RxConfig
 
 ITERATIONS = 4
 _TIMEOUT_S = 0.5

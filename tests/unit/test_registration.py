@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import msgpack
 import pytest
+
+from checkmate.config import CheckmateError
 from checkmate.controlplane import messages
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.registrar_client import RegistrarClient
 from checkmate.controlplane.registration import RegistrationServer
-
-from checkmate.config import CheckmateError
 from checkmate.topology import Topology
 
 TOKEN = b"0123456789abcdef0123456789abcdef"

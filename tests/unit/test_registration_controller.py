@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from checkmate.config import CheckmateError
 from checkmate.controlplane.controller import Controller
 from checkmate.controlplane.registrar_client import RegistrarClient
 from checkmate.controlplane.target import Kind, Update
@@ -19,8 +21,6 @@ from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf.datapath import Count, Counter
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
-
-from checkmate.config import CheckmateError
 from checkmate.plan import HEARTBEAT, REPLICATE, Entry, make_plan
 from checkmate.status import query
 from checkmate.topology import Topology

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checkmate.shadow.rx.receiver import Damage, OpComplete, Receiver, RxConfig
 from support.copies import AllReduce, Sender, gradients, interleave, packet
 
 from checkmate.config import CheckmateError
+from checkmate.shadow.rx.receiver import Damage, OpComplete, Receiver, RxConfig
 
 OP = AllReduce(count=5000, nchannels=2)
 

@@ -18,10 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkmate.shadow.control import Limits
-from checkmate.shadow.daemon import Shadow, ShadowConfig
-from checkmate.shadow.engine import Tuning
-from checkmate.shadow.rx.receiver import RxConfig
 from support.shadow import JOB, TOKEN, FakeReceiver, Job, wait
 from support.trainer import Trainer, adamw, differing, small_model
 
@@ -29,6 +25,10 @@ from checkmate import plain
 from checkmate import status as local
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Hello, Layout, Refused, State, StepRecord, prove, receive
+from checkmate.shadow.control import Limits
+from checkmate.shadow.daemon import Shadow, ShadowConfig
+from checkmate.shadow.engine import Tuning
+from checkmate.shadow.rx.receiver import RxConfig
 from checkmate.tensors import named_state, pack_state, unpack_state
 from checkmate.train.client import ShadowError
 

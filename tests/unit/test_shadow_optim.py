@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkmate.shadow.optim.replica import Refusal, Replica
 from support.trainer import Trainer, adamw, differing, over_the_wire, small_model, two_groups
 from torch import nn
 
 from checkmate.protocol import Layout, Seed, StepRecord
+from checkmate.shadow.optim.replica import Refusal, Replica
 from checkmate.tensors import named_state, unpack_state
 
 

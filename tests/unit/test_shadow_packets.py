@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkmate.shadow.daemon import Shadow, ShadowConfig
-from checkmate.shadow.engine import Tuning
-from checkmate.shadow.rx.receiver import Receiver, RxConfig
 from support.copies import AllReduce, Sender, interleave
 from support.shadow import JOB, TOKEN, Job, wait
 from support.trainer import Trainer, differing
 
+from checkmate.shadow.daemon import Shadow, ShadowConfig
+from checkmate.shadow.engine import Tuning
+from checkmate.shadow.rx.receiver import Receiver, RxConfig
 from checkmate.tensors import named_state, pack_state
 
 GAP_S = 0.1

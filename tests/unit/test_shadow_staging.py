@@ -4,12 +4,12 @@ import itertools
 from typing import Any
 
 import pytest
-from checkmate.shadow.staging import Gradient, Ready, Staging
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from checkmate.protocol import Layout, StepRecord
+from checkmate.shadow.staging import Gradient, Ready, Staging
 
 BUCKETS = (0, 1)
 LAYOUT = Layout("two", [{"bucket": b, "bytes": 8, "dtype": "float32", "params": []} for b in BUCKETS])
