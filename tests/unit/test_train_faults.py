@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.train.fake_shadow import FakePlugin, FakeShadow, order
 from support.train.model import build, train
+from support.train.processes import finish, start
 
 import checkmate
-from checkmate.protocol import Boundary, StepRecord
+from checkmate.protocol import Boundary, Hello, StepRecord
 from checkmate.train import checkpoint as checkpoint_module
 
 pytest_plugins = ["support.train.world"]
@@ -151,3 +152,21 @@ def test_an_error_of_our_own_stops_following_and_nothing_else(
     train(ddp, optimizer, 2)
     assert "stops following this run at step 0" in caplog.text
     assert plugin.incarnation == 0 and shadow.of(Boundary) == []
+
+
+def test_two_ranks_join_a_late_shadow_together(tmp_path: Path) -> None:
+    absent = FakeShadow(2)
+    absent.close()
+    processes = start(2, "late.py", ["0.5"], tmp_path, absent.environment(tmp_path))
+    for process in processes:
+        assert process.stdout is not None
+        while "training" not in process.stdout.readline():
+            assert process.poll() is None
+    late = FakeShadow(2, absent.port)
+    finish(processes)
+    late.close()
+    seeded = late.seeds[0][0].step
+    assert seeded > 0 and late.incarnation == 1
+    for rank in range(2):
+        assert {seeded + 1, seeded + 2} <= {record.step for record in late.of(StepRecord, rank)}
+        assert {hello.incarnation for hello in late.of(Hello, rank)} == {1}
