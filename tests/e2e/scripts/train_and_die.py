@@ -4,7 +4,8 @@ What it does between its deaths is what any script does: several buckets, dropou
 parameter groups, a learning rate that changes every step, epochs that are shorter than the run.
 
 ``--report`` gets one JSON line for each step of each rank, with a digest of parameters, optimizer state, learning rate
-and loss, and one line for each death. ``--states`` is a folder for rank 0's state after each step.
+and loss, and one line for each death; times are of the machine's monotonic clock. ``--states`` is a folder for rank 0's
+state after each step.
 """
 
 import argparse
@@ -252,7 +253,8 @@ def main() -> None:
             death.at("stepped")
             scheduler.step()
             death.at("scheduled")
-            note(args.report, rank=rank, start=start, step=scheduler.last_epoch, digest=training.digest(loss))
+            where = {"rank": rank, "start": start, "step": scheduler.last_epoch}
+            note(args.report, **where, time=time.monotonic(), digest=training.digest(loss))
             if rank == 0 and args.states is not None:
                 save(training.state(), args.states / f"{scheduler.last_epoch}.pt")
         epoch += 1
