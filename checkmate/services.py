@@ -29,13 +29,21 @@ class Services:
 
     def start(self) -> Self:
         """Start all and wait until the shadow is in its groups; raises CheckmateError with the log of what failed."""
+        self.start_switch()
+        self.start_shadow()
+        self.start_controller()
+        self.wait_for("the shadow to be in its groups", self._shadow_is_planned)
+        return self
+
+    def start_switch(self) -> None:
+        """Start the switch's control process (again)."""
         switch = self.lab.topology.switch.netns
         assert switch is not None
         self._spawn("switch", switch, "switch", "up")
-        self.start_shadow()
+
+    def start_controller(self) -> None:
+        """Start the controller (again)."""
         self._spawn("controller", self.lab.management, "controller", "--socket", self.controller_socket)
-        self.wait_for("the shadow to be in its groups", self._shadow_is_planned)
-        return self
 
     def start_shadow(self) -> None:
         """Start the shadow (again)."""
