@@ -49,7 +49,7 @@ class Services:
         """Start the shadow (again)."""
         shadow = self.lab.topology.shadows[0]
         assert shadow.netns is not None
-        arguments = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket, *self._shadow_options]
+        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket, *self._shadow_options]
         self._spawn("shadow", shadow.netns, *arguments)
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
@@ -81,7 +81,7 @@ class Services:
         options = ["--channels", str(channels), "--max-restarts", str(max_restarts), "--bpf", str(self.lab.bpf)]
         options += ["--logs", str(self.lab.directory / f"{Path(log).stem}-ranks")]
         options += [] if attach else ["--no-attach"]
-        argv = [*_COMMAND, "run", "--topology", self.topology_file, *options, script, *args]
+        argv: list[str | Path] = [*_COMMAND, "run", "--topology", self.topology_file, *options, script, *args]
         return self.lab.spawn(self.lab.management, argv, log, env, trains=True)
 
     def wait_for(self, what: str, condition: Any, seconds: float = _READY_SECONDS) -> None:
