@@ -46,6 +46,7 @@ int ckm_layout_learn(const struct ckm_signature *signature, struct ckm_slice *sl
 /* Index into slots, SIZE_MAX when the layout has no such place. */
 size_t ckm_layout_find(const struct ckm_layout *layout, uint16_t channel, const struct ckm_place *place);
 size_t ckm_layout_slots(const struct ckm_layout *layout);
+/* Alike in all slices that hold bytes: a channel of empty ones may not have been there yet when one was learned. */
 int ckm_layout_equal(const struct ckm_layout *a, const struct ckm_layout *b);
 void ckm_layout_unref(struct ckm_layout *layout);
 

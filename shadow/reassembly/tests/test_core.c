@@ -46,7 +46,7 @@ static void pass(struct ckm_core *core, int f, size_t n, int lost)
     }
 }
 
-static void send_all(struct ckm_core *core)
+static void pass_all(struct ckm_core *core)
 {
     pass(core, 0, 0, 0);
     pass(core, 1, 0, 0);
@@ -96,7 +96,7 @@ static struct ckm_core *taught_core(void)
     struct ckm_core *core = new_core();
     begin();
     add_op(1, 0);
-    send_all(core);
+    pass_all(core);
     CHECK(ckm_core_release(core, expect_complete(core, 1, 0).op) == 0);
     return core;
 }
@@ -105,7 +105,7 @@ static void test_release_once(void)
 {
     struct ckm_core *core = taught_core();
     add_op(2, 5);
-    send_all(core);
+    pass_all(core);
     struct ckm_event e = expect_complete(core, 2, 5);
     CHECK(e.count == COUNT && e.datatype == 7 && e.comm_id == 77 && e.coll_seq == 205 && e.incarnation == 1);
     CHECK(counters_of(core).pool_used == sizeof content);
@@ -170,7 +170,7 @@ static void test_lost_frames_damage_the_operation_at_the_next_header(void)
     expect_damage(core, 2, "bytes were lost", "before channel 0 step 7");
     expect_damage(core, 3, "bytes were lost", "before channel 0 step 7");
     add_op(4, 0);
-    send_all(core);
+    pass_all(core);
     expect_complete(core, 4, 0);
     ckm_core_destroy(core);
 }
@@ -210,11 +210,30 @@ static void test_payload_crc(void)
     add_op(2, 0);
     add_op(3, 0);
     streams[1].bytes.data[streams[1].sent + CKM_HEADER_BYTES + 3] ^= 0x10;
-    send_all(core);
+    pass_all(core);
     expect_damage(core, 2, "payload CRC32C is wrong", "channel 0 loop 0 chunk 3 slice 0");
     expect_complete(core, 3, 0);
     CHECK(counters_of(core).crc_errors == 1);
     ckm_core_destroy(core);
+}
+
+static void test_payload_crc_of_long_frames(void)
+{
+    static const struct shape large = {40000, 2, 1, 1, 20000};
+    static uint8_t zeros[40000 * ELEMENT];
+    for (size_t wrong = 0; wrong < 80000; wrong += 1999) {
+        struct ckm_core *core = new_core();
+        begin();
+        for (int f = 0; f < 2; f++)
+            put_op(&streams[f].bytes, &large, 1, 0, zeros, 0, f);
+        if (wrong)
+            streams[1].bytes.data[CKM_HEADER_BYTES + wrong] = 1;
+        pass_all(core);
+        struct ckm_event e = next_event(core);
+        CHECK(e.kind == (wrong ? CKM_EVENT_DAMAGE : CKM_EVENT_COMPLETE));
+        CHECK(counters_of(core).crc_errors == (wrong ? 1 : 0));
+        ckm_core_destroy(core);
+    }
 }
 
 static void test_header_crc(void)
@@ -223,7 +242,7 @@ static void test_header_crc(void)
     add_op(2, 0);
     add_op(3, 0);
     streams[1].bytes.data[streams[1].sent + 9] ^= 1;
-    send_all(core);
+    pass_all(core);
     expect_damage(core, 1, "no valid frame header", "flow 10.0.0.1:4001");
     expect_damage(core, 2, "bytes were lost", "before channel 0 step 7");
     expect_complete(core, 3, 0);
@@ -257,6 +276,7 @@ static void test_header_fields(void)
         {offsetof(struct ckm_frame, nchannels), 2, 0, "of 0"},
         {offsetof(struct ckm_frame, slices_per_chunk), 1, 0, "slices_per_chunk"},
         {offsetof(struct ckm_frame, step), 4, 0, "step 0"},
+        {offsetof(struct ckm_frame, step), 4, 12 * COUNT + 6, "step 774"}, /* more loops than elements */
         {offsetof(struct ckm_frame, step), 4, UINT32_MAX - 3, "step 4294967292"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -295,7 +315,7 @@ static void test_slice_twice_while_learning(void)
     begin();
     put_op(&streams[0].bytes, &shape, 1, 0, content, 0, 0);
     add_op(1, 0);
-    send_all(core);
+    pass_all(core);
     struct ckm_event e = next_event(core);
     CHECK(e.kind == CKM_EVENT_DAMAGE && e.iteration == 1 && !core->layouts && no_event(core));
     ckm_core_destroy(core);
@@ -333,7 +353,7 @@ static void test_cut_differently_is_damage_and_learned_afresh(void)
     for (uint64_t i = 2; i <= 3; i++)
         for (int f = 0; f < 2; f++)
             put_op(&streams[f].bytes, &other, i, 0, content, 0, f);
-    send_all(core);
+    pass_all(core);
     expect_damage(core, 2, "does not fit the layout", "slice 0 (16 bytes)");
     expect_complete(core, 3, 0);
     ckm_core_destroy(core);
@@ -370,11 +390,39 @@ static void test_empty_slices_after_completion(void)
     for (uint64_t i = 1; i <= 2; i++) {
         for (int f = 0; f < 2; f++)
             put_op(&streams[f].bytes, &tiny, i, 0, content, 0, f);
-        send_all(core);
+        pass_all(core);
         struct ckm_event e = next_event(core);
         CHECK(e.kind == CKM_EVENT_COMPLETE && e.iteration == i && e.bytes == 20 && !memcmp(e.data, content, 20));
         CHECK(no_event(core));
     }
+    ckm_core_destroy(core);
+}
+
+/* One element over two channels: the second holds only empty slices, and whether they came first makes no difference.
+ */
+static void test_channel_of_empty_slices(void)
+{
+    struct ckm_core *core = new_core();
+    struct shape tiny = shape;
+    struct bytes flows[4] = {0};
+    tiny.count = 1;
+    tiny.nchannels = 2;
+    for (uint32_t b = 0; b < 3; b++)
+        for (int f = 0; f < 4; f++)
+            put_op(&flows[f], &tiny, 1, b, content, (uint16_t)(f / 2), f % 2);
+    for (int f = 0; f < 4; f++) /* all of channel 1 before the second bucket of channel 0 */
+        feed_segment(core, (uint16_t)f, 0, flows[f].data, (uint32_t)flows[f].n / 3, NOW);
+    for (int f = 3; f >= 0; f--)
+        feed_segment(core, (uint16_t)f, (uint32_t)flows[f].n / 3, flows[f].data + flows[f].n / 3,
+                     (uint32_t)(flows[f].n - flows[f].n / 3), NOW);
+    struct ckm_event e;
+    for (int i = 0; i < 3; i++) {
+        e = next_event(core);
+        CHECK(e.kind == CKM_EVENT_COMPLETE && e.bytes == 4 && !memcmp(e.data, content, 4));
+    }
+    CHECK(no_event(core));
+    for (int f = 0; f < 4; f++)
+        free(flows[f].data);
     ckm_core_destroy(core);
 }
 
@@ -412,7 +460,7 @@ static void test_new_job_on_the_same_addresses(void)
             memcpy(streams[f].bytes.data + at, &h, sizeof h);
         }
     }
-    send_all(core);
+    pass_all(core);
     CHECK(expect_complete(core, 2, 0).incarnation == 2);
     CHECK(no_event(core) && counters_of(core).flow_restarts == 1);
     ckm_core_destroy(core);
@@ -463,7 +511,7 @@ static void test_first_waits_for_a_free_set(void)
     struct ckm_event held[3];
     for (uint64_t i = 2; i <= 5; i++)
         add_op(i, 0);
-    send_all(core);
+    pass_all(core);
     for (uint64_t i = 2; i <= 4; i++)
         held[i - 2] = expect_complete(core, i, 0);
     CHECK(no_event(core) && counters_of(core).stalls == 2);
@@ -479,7 +527,7 @@ static void test_outrun_is_damage(void)
     for (uint64_t i = 2; i <= 5; i++)
         add_op(i, 0);
     add_op(5, 1);
-    send_all(core);
+    pass_all(core);
     for (uint64_t i = 2; i <= 4; i++)
         expect_complete(core, i, 0);
     ckm_core_tick(core, LATER);
@@ -516,7 +564,7 @@ static void test_pool_is_bounded(void)
     core->pool.limit = 2 * sizeof content;
     for (uint32_t b = 0; b < 3; b++)
         add_op(2, b);
-    send_all(core);
+    pass_all(core);
     expect_complete(core, 2, 0);
     expect_complete(core, 2, 1);
     CHECK(no_event(core));
@@ -539,7 +587,7 @@ static void test_discard_frees_what_is_incomplete(void)
     pass(core, 1, 0, 0);
     CHECK(no_event(core) && counters_of(core).late > 0);
     add_op(3, 0);
-    send_all(core);
+    pass_all(core);
     expect_complete(core, 3, 0);
     ckm_core_destroy(core);
 }
@@ -587,7 +635,7 @@ static void test_truncated_packets_are_named_as_cause(void)
     uint32_t n = make_packet(packet, 1, (uint32_t)streams[1].sent, streams[1].bytes.data + streams[1].sent, 100);
     feed(core, packet, n - 1, NOW);
     streams[1].sent += 100;
-    send_all(core);
+    pass_all(core);
     ckm_core_tick(core, LATER);
     expect_damage(core, 1, "bytes were lost", "1 packets arrived truncated: turn segmentation offload off");
     CHECK(counters_of(core).truncated == 1);
@@ -603,6 +651,7 @@ int main(void)
     test_missing_end_is_told_on_request();
     test_missing_slices_are_named();
     test_payload_crc();
+    test_payload_crc_of_long_frames();
     test_header_crc();
     test_header_fields();
     test_slice_twice();
@@ -612,6 +661,7 @@ int main(void)
     test_cut_differently_is_damage_and_learned_afresh();
     test_more_bytes_than_the_operation();
     test_empty_slices_after_completion();
+    test_channel_of_empty_slices();
     test_other_incarnations_are_stale();
     test_new_job_on_the_same_addresses();
     test_other_communicator_on_the_same_addresses();

@@ -36,17 +36,21 @@ struct job {
 static void choose_job(struct job *job)
 {
     static const uint16_t ranks[] = {2, 3, 4, 8};
+    int large = rnd(8) == 0; /* payloads that are longer than the pieces that their CRC is taken in */
+    uint32_t most = large ? 40000 : rnd(4) ? 3000 : 12;
     *job = (struct job){.core = new_core(), .now = 1};
     job->shape = (struct shape){
-        .count = 1 + rnd(rnd(4) ? 3000 : 12),
+        .count = 1 + rnd(most),
         .nranks = ranks[rnd(4)],
         .nchannels = (uint16_t)(1 + rnd(MAX_FLOWS / 2)),
         .slices_per_chunk = (uint8_t)(1 + rnd(2)),
-        .slice = 1 + rnd(200),
+        .slice = 1 + rnd(large ? 20000 : 200),
     };
     job->buckets = 1 + rnd(MAX_BUCKETS);
     job->flows = job->shape.nchannels * 2u;
-    job->segment_bytes = 1 + rnd(rnd(2) ? 1448 : 200);
+    job->segment_bytes = 1 + rnd(rnd(2) || large ? 1448 : 200);
+    if (job->segment_bytes < job->shape.count / 200)
+        job->segment_bytes = job->shape.count / 200;
     job->jitter = rnd(3) ? rnd(4000) : 0;
     job->percent = rnd(25);
     job->fault = (enum fault)rnd(FAULTS);
