@@ -49,7 +49,8 @@ class Services:
         """Start the shadow (again)."""
         shadow = self.lab.topology.shadows[0]
         assert shadow.netns is not None
-        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket, *self._shadow_options]
+        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket]
+        arguments += self._shadow_options
         self._spawn("shadow", shadow.netns, *arguments)
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
