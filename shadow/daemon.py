@@ -22,6 +22,7 @@ from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.shadow.control import ControlServer, Limits
 from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
+from checkmate.shadow.optim.replica import warm_up
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group
@@ -89,6 +90,7 @@ class Shadow:
 
     def __enter__(self) -> Self:
         config = self._config
+        warm_up()
         with contextlib.ExitStack() as stack:  # closed in reverse: others wait for the engine, so it ends after them
             self._rx = self._make_receiver(config.rx)
             stack.callback(self._rx.close)

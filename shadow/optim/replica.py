@@ -18,6 +18,13 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
+def warm_up() -> None:
+    """Let torch load what a process's first optimizer needs: seconds that gradients would otherwise have to wait."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    torch.optim.AdamW([param], fused=True).step()
+
+
 class Refusal(CheckmateError):
     """The shadow can't follow this optimizer, layout or step record; a new seed of the same kind wouldn't help."""
 
