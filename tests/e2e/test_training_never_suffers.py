@@ -27,7 +27,7 @@ DEATH_NOTICED_S = 30.0
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Rack]:
     """Two training nodes."""
-    with rack(2) as built:
+    with rack(2, shadow_options=["--sets", "16"]) as built:
         yield built
 
 
@@ -143,9 +143,7 @@ def test_a_killed_shadow_is_replaced_in_mid_run(nodes: Rack, reference: Run, job
     assert_serves_what_was(nodes, reference)
     soon(lambda: complete(nodes), "the group to be complete")
     assert_unharmed(run, reference)
-    status = nodes.status()
-    assert (status["seeds"]["adopted"], status["state"]) == (1, "following")
-    assert status["commits"] > 1
+    assert nodes.status()["commits"] > nodes.status()["seeds"]["adopted"] >= 1
 
 
 def test_a_stopped_shadow_catches_up(nodes: Rack, reference: Run, job: Callable[..., Run]) -> None:
@@ -228,9 +226,7 @@ def test_lost_copies_are_noticed_named_and_healed(
     gap = status["gaps"][0]
     assert first is not None and gap["iteration"] > first
     assert re.search(r"bytes? \d+", gap["reason"]), gap
-    soon(lambda: nodes.status()["state"] == "following", "the shadow to follow again")
-    healed = nodes.status()["committed"]
-    assert healed >= gap["iteration"]
+    soon(lambda: nodes.status()["committed"] >= gap["iteration"], "the shadow to commit again")
     assert_serves_what_was(nodes, reference)
     assert f"damage in iteration {gap['iteration']}" in nodes.lab.log_tail("shadow.log", 100)
     assert_unharmed(run, reference)
