@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <rte_errno.h>
@@ -27,6 +28,8 @@
 #define PCI_MBUFS    8192u
 #define MBUF_CACHE   128u
 #define MAX_SLEEP_US 1000000u
+/* After a packet woke the thread, so long more may gather: a wake-up costs as much as several packets. */
+#define GATHER_NS 100000
 /* Ports without a descriptor to wait on are looked at after a sleep that doubles between these. */
 #define MIN_BACKOFF_US 20u
 #define MAX_BACKOFF_US 2000u
@@ -135,6 +138,7 @@ static void wait_for_packets(struct ckm_ports *ports, uint64_t timeout_us)
     for (uint32_t i = 0; i < ports->n; i++)
         if (fds[i + 1].revents & (POLLERR | POLLHUP | POLLNVAL))
             report_failure(ports, &ports->ports[i]);
+    nanosleep(&(struct timespec){.tv_nsec = GATHER_NS}, NULL);
 }
 
 static uint64_t longest_sleep(const struct ckm_ports *ports, uint64_t *backoff_us)
