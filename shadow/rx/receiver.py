@@ -128,7 +128,9 @@ class Receiver:
         # Freed when neither the receiver nor a view of a buffer needs it any more.
         self._core = self._ffi.gc(self._lib.ckm_core_create(core_config), self._lib.ckm_core_destroy)
         self._closed = False
-        self._stop_ports = weakref.finalize(self, self._lib.ckm_ports_close, self._open(config)) if with_ports else None
+        self._stop_ports = (
+            weakref.finalize(self, _close_ports, self._lib, self._open(config), self._core) if with_ports else None
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -259,6 +261,11 @@ class Receiver:
         raw = self._ffi.string(chars)
         assert isinstance(raw, bytes)
         return raw.decode(errors="replace")
+
+
+def _close_ports(lib: Any, ports: Any, _core: Any) -> None:
+    """The receive thread uses the core until it has ended."""
+    lib.ckm_ports_close(ports)
 
 
 def _keep(_core: Any, _data: Any) -> None:
