@@ -119,8 +119,8 @@ struct ckm_ring {
     pthread_mutex_t lock;
     pthread_cond_t work, change; /* for the proxy thread; for everybody else */
     pthread_t thread;
-    bool thread_runs, stop, connecting, connected, closed;
-    atomic_bool failed, p2p_used;
+    bool thread_runs, stop, connected, closed;
+    atomic_bool failed, connecting, p2p_used;
     struct ckm_queue submitted, finished;
     int refs; /* user and operations */
     char error[CKM_RING_ERROR_MAX];

@@ -1,7 +1,7 @@
 """The ``Work`` that a collective returns, and the thread that completes its futures."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -11,7 +11,7 @@ from checkmate.nccl_plugin.ring.engine import Operation, Ring, RingError
 
 
 class RingWork(dist.Work):
-    """Operations that end together; ``wait`` also runs ``finish``, which copies results to where they belong.
+    """Operations that end together.
 
     Holds every tensor involved (``keep``) until the operations have ended, whether or not the caller does.
     """
@@ -23,7 +23,6 @@ class RingWork(dist.Work):
         outputs: list[torch.Tensor],
         keep: object,
         completer: "Completer",
-        finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._name = name
@@ -31,7 +30,6 @@ class RingWork(dist.Work):
         self._outputs = outputs
         self._keep = keep
         self._completer = completer
-        self._finish = finish
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._error: BaseException | None = None
@@ -45,7 +43,7 @@ class RingWork(dist.Work):
             raise self._fail(error) from error
         if not ended:
             raise dist.DistBackendError(f"{self._name}: not done after {seconds:g} s")
-        self._end()
+        self._keep = None
         return True
 
     def is_completed(self) -> bool:
@@ -95,16 +93,9 @@ class RingWork(dist.Work):
         if self._error is not None:
             future.set_exception(self._error)  # type: ignore[arg-type]
         else:
-            self._end()
+            self._keep = None
             future.set_result(self._outputs)
         return True
-
-    def _end(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-            self._keep = None
 
     def _fail(self, error: RingError) -> BaseException:
         with self._lock:
