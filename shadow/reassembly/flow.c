@@ -40,6 +40,14 @@ static int is_filling(const struct ckm_flow *flow)
     return flow->op && flow->op->state == CKM_OP_FILLING;
 }
 
+/* The iteration that bytes lost behind the newest frame belong to, NULL when they don't tell: what followed a complete
+ * operation is of another one. */
+static const uint64_t *iteration_behind(struct ckm_core *core, const struct ckm_flow *flow)
+{
+    const struct ckm_op *op = flow->has_last ? ckm_op_find(core, flow->last_iteration, flow->last_bucket) : NULL;
+    return op && op->state != CKM_OP_COMPLETE && op->state != CKM_OP_RELEASED ? &flow->last_iteration : NULL;
+}
+
 /* Damage that this flow saw; its operation, while one is being received, is the one that is damaged. */
 static void damage(struct ckm_core *core, struct ckm_flow *flow, const char *reason, const char *detail)
 {
@@ -58,7 +66,7 @@ static void damage(struct ckm_core *core, struct ckm_flow *flow, const char *rea
         return;
     }
     append_causes(core, where, sizeof where, &used);
-    ckm_damage(core, core->incarnation, flow->has_last ? &flow->last_iteration : NULL, NULL, reason, where);
+    ckm_damage(core, core->incarnation, iteration_behind(core, flow), NULL, reason, where);
 }
 
 static int is_stale(const struct ckm_core *core, const struct ckm_flow *flow)
