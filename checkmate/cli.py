@@ -6,6 +6,7 @@ environment, or a job that failed: the text on standard error says what to fix.
 
 import json
 import logging
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -133,7 +134,10 @@ def shadow(
     name: Annotated[str, typer.Option(help="Which shadow of the topology this is.")],
     socket: Socket,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the optimizer; default: cores - 1.")] = None,
-    sets: Annotated[int, typer.Option(min=2, help="Iterations in flight at most.")] = 4,
+    sets: Annotated[int, typer.Option(min=2, help="Iterations whose gradients are held at most.")] = 32,
+    gradient_gb: Annotated[
+        float | None, typer.Option(min=0.01, help="Bound of held gradients in GB; default: a quarter of the memory.")
+    ] = None,
 ) -> None:
     """Receive gradients and keep the state of a shadow, until SIGTERM. Runs in the shadow's network namespace."""
     from checkmate.controlplane.registrar_client import RegistrarClient  # noqa: PLC0415
@@ -143,7 +147,14 @@ def shadow(
     job = load_topology(topology)
     node = job.shadow(name)
     token = job.read_token()
-    rx = RxConfig(ifaces=[(nic.name, None) for nic in node.nics], mtu=job.mtu, sets=sets, dscp=job.dscp_tag)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rx = RxConfig(
+        ifaces=[(nic.name, None) for nic in node.nics],
+        mtu=job.mtu,
+        sets=sets,
+        pool_bytes=int(gradient_gb * 1e9) if gradient_gb else memory // 4,
+        dscp=job.dscp_tag,
+    )
     shadow_config = ShadowConfig(job.job, token, node.control, socket, rx, threads)
     macs = [nic.mac for nic in node.nics]
     run_shadow(shadow_config, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
