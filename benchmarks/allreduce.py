@@ -14,10 +14,9 @@ import argparse
 import json
 import os
 import statistics
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,7 +38,7 @@ from common import (
     turns,
 )
 from matplotlib.axes import Axes
-from networks import Network, bridge, rack
+from networks import Network, Ranks, bridge, rack
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +57,7 @@ TARGETS = {("tagged", "untagged"): 0.95, ("tagged", "gloo"): 1.0}
 SETS = 8
 """Iterations that the shadow may hold: without a seed it keeps all but one as long as it can."""
 BEGIN_S = 10.0
+SILENCE_S = 180.0
 DRAIN_S = 30.0
 
 
@@ -98,32 +98,25 @@ class Measured:
     mirrored: Mirrored | None
 
 
-def run(options: Options, to: Console, timeout_s: float = 1800.0) -> Measured:
+def run(options: Options, to: Console) -> Measured:
     """Measure. Raises CheckmateError when a rank fails."""
     variants = VARIANTS[options.network]
     seconds: dict[int, dict[str, list[float]]] = {size: {name: [] for name in variants} for size in options.sizes}
-    with ExitStack() as stack:
-        network = stack.enter_context(_network(options))
-        workers = []
-        for rank in range(options.ranks):
-            job = {"rank": rank, "master": network.nodes[0].address, "variants": variants, **asdict(options)}
-            workers.append(network.spawn(rank, __file__, json.dumps(job), options.cpus))
-            stack.callback(workers[-1].wait)
-            stack.callback(workers[-1].kill)
-        step = stack.enter_context(progress(to, "all-reduce", len(seconds) * options.repetitions * len(variants)))
-        alarm = threading.Timer(timeout_s, workers[0].kill)
-        stack.callback(alarm.cancel)
-        alarm.start()
+
+    def command(rank: int) -> list[str]:
+        job = {"rank": rank, "master": network.nodes[0].address, "variants": variants, **asdict(options)}
+        return [__file__, "--worker", json.dumps(job)]
+
+    total = len(options.sizes) * len(variants) * options.repetitions
+    with _network(options) as network, Ranks(network, command, options.cpus) as ranks:
         tagged_bytes = 0
-        for rank, worker in enumerate(workers):
-            for line in worker.stdout or ():
-                report = json.loads(line)
-                tagged_bytes += report.get("tagged_bytes", 0)
-                if "seconds" in report:
-                    seconds[report["size"]][report["variant"]].append(report["seconds"])
-                    step(f"{report['size'] / MIB:g} MiB {report['variant']}")
-            if worker.wait() != 0:
-                raise CheckmateError(f"rank {rank} failed with status {worker.returncode}")
+        with progress(to, "all-reduce", total) as step:
+            for rank in range(options.ranks):
+                for report in ranks.reports(rank, SILENCE_S):
+                    tagged_bytes += report.get("tagged_bytes", 0)
+                    if "seconds" in report:
+                        seconds[report["size"]][report["variant"]].append(report["seconds"])
+                        step(f"{report['size'] / MIB:g} MiB {report['variant']}")
         return Measured(seconds, _mirrored(network.services, tagged_bytes) if network.services else None)
 
 
@@ -248,7 +241,8 @@ def overall(rows: Sequence[Row]) -> dict[str, float]:
 
 def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: Console) -> None:
     """Print a table."""
-    where = f"nodes on CPUs {options.cpus or 'any'}, switch and shadow on {options.rack_cpus or 'any'}"
+    where = f"ranks on CPUs {options.cpus or 'any'}"
+    where += f", switch and shadow on {options.rack_cpus or 'any'}" if options.network == "switch" else ""
     table = Table(
         title=f"All-reduce bus bandwidth in MB/s, {options.ranks} ranks, {options.network}, MTU {options.mtu}, "
         f"{options.channels} channels, slices of {options.slice_bytes >> 10} KiB",

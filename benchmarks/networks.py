@@ -1,19 +1,25 @@
 """What the benchmarks measure over: a plain bridge, or the product's own rack with switch and shadow."""
 
+import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
+from checkmate.config import CheckmateError
 from checkmate.lab import Lab, LabConfig, Placement, clean_stale
 from checkmate.launch import Job, job_environment
 from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from checkmate.services import Services
 
 PREFIX = "ckmbench"
+LOG_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -33,24 +39,87 @@ class Network:
     env: Mapping[str, str] = field(default_factory=dict)
     services: Services | None = None
 
-    def spawn(
-        self, rank: int, script: str, argument: str, cpus: Sequence[int], stdin: int | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start ``script --worker ARGUMENT`` as a rank; its output can be read, it dies with this process."""
-        node = self.nodes[rank]
+
+class Ranks:
+    """One process for each node, running inside ``with``; each line that they print is a JSON object.
+
+    ``command``: arguments of Python, by rank. ``env``: changes to the environment; None removes a variable.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        command: Callable[[int], Sequence[str]],
+        cpus: Sequence[int],
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self._network, self._command, self._cpus, self._env = network, command, cpus, env or {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+            self._logs = [Path(directory, f"{rank}.log") for rank in range(len(self._network.nodes))]
+            self._processes: list[subprocess.Popen[bytes]] = []
+            stack.callback(self._kill)
+            for rank in range(len(self._network.nodes)):
+                self._processes.append(self._spawn(rank))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def send(self, **values: Any) -> None:
+        """Write one JSON object to the standard input of every rank."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(values).encode() + b"\n")
+
+    def reports(self, rank: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """What a rank prints, until it ends. Raises CheckmateError when it fails, or is silent for too long."""
+        process = self._processes[rank]
+        assert process.stdout is not None
+        pending = b""
+        while select.select([process.stdout], [], [], timeout_s)[0]:
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            *lines, pending = (pending + data).split(b"\n")
+            yield from map(json.loads, lines)
+            if not data and process.wait() == 0:
+                return
+            if not data:
+                break
+        log = "\n".join(self._logs[rank].read_text(errors="replace").splitlines()[-LOG_LINES:])
+        state = "is silent" if process.poll() is None else f"failed with status {process.returncode}"
+        raise CheckmateError(f"rank {rank} {state}; it said:\n{log}")
+
+    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+        node = self._network.nodes[rank]
         command = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{node.netns}", "--"]
-        if cpus:
-            command = ["taskset", "--cpu-list", ",".join(map(str, cpus)), *command]
-        env = {
+        if self._cpus:
+            command = ["taskset", "--cpu-list", ",".join(map(str, self._cpus)), *command]
+        env: dict[str, str | None] = {
             **os.environ,
-            **self.env,
+            **self._network.env,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": node.interface,
             "CHECKMATE_IFNAME": f"={node.interface}",
+            **self._env,
         }
-        return subprocess.Popen(
-            [*command, sys.executable, script, "--worker", argument], env=env, stdin=stdin, stdout=subprocess.PIPE
-        )
+        with self._logs[rank].open("w") as log:
+            return subprocess.Popen(
+                [*command, sys.executable, *self._command(rank)],
+                env={name: value for name, value in env.items() if value is not None},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+            )
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
 
 
 @contextmanager
