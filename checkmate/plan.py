@@ -239,6 +239,12 @@ def make_plan(topology: Topology, live_shadows: AbstractSet[str]) -> Plan:
     )
 
 
+def receivers(topology: Topology, rules: Rules) -> frozenset[str]:
+    """Names of the shadows for which a switch with these rules makes copies."""
+    ports = {port for group in rules.groups for port, rid in group.replicas if rid == config.SHADOW_RID}
+    return frozenset(shadow.name for shadow in topology.shadows if any(nic.port in ports for nic in shadow.nics))
+
+
 def _numbers(topology: Topology) -> dict[tuple[int, int], tuple[int, str]]:
     """Number and meaning of each possible multicast group, by (destination port, NIC index of the shadow)."""
     places = [

@@ -14,7 +14,7 @@ from checkmate.controlplane.reconcile import Outcome, reconcile
 from checkmate.controlplane.registration import RegistrationServer
 from checkmate.controlplane.target import Counters, Target, TargetError
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
-from checkmate.plan import Plan, make_plan, show
+from checkmate.plan import Plan, make_plan, receivers, show
 from checkmate.status import StatusServer
 from checkmate.topology import Topology
 
@@ -25,6 +25,10 @@ INTERVAL_S = 2.0
 
 RETRY_S = 0.25
 """Time until the next try when the switch does not answer."""
+
+GRACE_S = 10.0
+"""How long a controller that finds copies being made waits for their shadows to register with it: longer than a
+registered one takes to notice that the controller before is gone, and to come again."""
 
 _MAX_SHARE = 0.05
 """Part of the time that may be spent on reading: a large switch is read less often."""
@@ -65,6 +69,8 @@ class Controller:
         self._interval_s = interval_s
         self._state = _State(make_plan(topology, frozenset()))
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_KEPT_ALARMS)
+        self._inherited: frozenset[str] | None = None
+        self._grace_ends = 0.0
         self._stopping = False
         self._wake = threading.Event()
         self._loop = LoopThread("control-plane")
@@ -146,14 +152,16 @@ class Controller:
         while not self._stopping:
             self._wake.clear()
             start = time.monotonic()
-            self._synchronise(make_plan(self._topology, self._registration.live()))
+            self._synchronise()
             pause = RETRY_S if self._state.error else self._interval_s
             self._wake.wait(max(pause, (time.monotonic() - start) / _MAX_SHARE))
 
-    def _synchronise(self, plan: Plan) -> None:
+    def _synchronise(self) -> None:
         before = self._state
+        plan = make_plan(self._topology, self._registration.live())
         try:
             self._target.connect()
+            plan = make_plan(self._topology, self._registration.live() | self._awaited())
             outcome = reconcile(self._target, plan.rules)
             counters = self._target.counters(list(plan.ports))
         except TargetError as error:
@@ -168,6 +176,13 @@ class Controller:
         self._state = _State(plan, True, "", written, time.time(), counters)
         self._registration.set_mirrored(frozenset(plan.live))
         self._report(before, outcome)
+
+    def _awaited(self) -> frozenset[str]:
+        """Shadows that the switch copied to when we came: no copy may be missing until they have registered here."""
+        if self._inherited is None:
+            self._inherited = receivers(self._topology, self._target.read())
+            self._grace_ends = time.monotonic() + GRACE_S
+        return self._inherited if time.monotonic() < self._grace_ends else frozenset()
 
     def _report(self, before: _State, outcome: Outcome) -> None:
         for entry in outcome.dangling:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from checkmate.config import CheckmateError
+from checkmate.controlplane import controller
 from checkmate.controlplane.controller import Controller
 from checkmate.controlplane.registrar_client import RegistrarClient
 from checkmate.controlplane.target import Kind, Update
@@ -131,6 +132,25 @@ def test_a_restarted_switch_is_restored_with_the_copies(rig: Rig) -> None:
     datapath = rig.start_switch()
     assert soon(rig.in_sync_with("s")) and shadow.wait_mirrored(5)
     assert len(datapath.heartbeats) == 6 and len(datapath.rewrites) == 2
+
+
+def test_a_restarted_controller_lets_copies_go_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until their shadow had the time to register with it; if that is gone, they end."""
+    monkeypatch.setattr(controller, "GRACE_S", 2.0)
+    datapath = rig.start_switch()
+    rig.start()
+    shadow = rig.shadow()
+    assert shadow.wait_mirrored(5)
+    rig.controller.close()
+    shadow.close()
+    calls = datapath.calls
+    rig.controller = Controller(rig.topology, rig.status_socket, interval_s=0.1)
+    rig.start()
+    assert soon(lambda: rig.controller.status()["switch"]["synchronised_at"])
+    assert len(datapath.heartbeats) == 6 and datapath.calls == calls
+    assert not rig.controller.status()["in_sync"] and not rig.controller.status()["live_shadows"]
+    assert soon(rig.in_sync_with())
+    assert not datapath.heartbeats
 
 
 def test_a_switch_that_comes_up_late_is_waited_for_and_that_is_said_once(
