@@ -17,7 +17,7 @@ from checkmate.lab import stop
 
 pytestmark = [*needs_root, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 30
+STEPS = 45
 PAUSE_S = 0.2
 STALL_S = 15.0
 """Longest time that a step may take while something of ours is dead; on a busy machine, so it is generous."""
@@ -58,7 +58,8 @@ def assert_unharmed(run: Run, reference: Run) -> None:
     """The job ended well, without a stall, with the state of the run without Checkmate; the shadow has it too."""
     assert_trained(run, reference)
     status, exported = run.rack.status(), run.rack.exported()
-    assert status["committed"] == STEPS, (status, run.output())
+    if status["committed"] != STEPS:
+        pytest.fail(f"committed is {status['committed']}: {status}\n{run.output()}")
     assert exported.pop("step") == STEPS
     assert_equal(reference.state(), exported)
 
