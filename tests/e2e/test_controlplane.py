@@ -51,7 +51,7 @@ class Rack:
     def shadow(self) -> subprocess.Popen[bytes]:
         netns = self.lab.topology.shadows[0].netns
         assert netns
-        return self.lab.spawn(netns, [sys.executable, "-c", SHADOW, self.topology_file], "shadow.log")
+        return self.lab.spawn(netns, [sys.executable, "-P", "-c", SHADOW, self.topology_file], "shadow.log")
 
     def status(self) -> dict[str, Any]:
         return query(self.socket)

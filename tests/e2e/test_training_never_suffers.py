@@ -289,7 +289,7 @@ assert not client.wait_mirrored(2.0)
 """
     netns = nodes.lab.topology.shadows[0].netns
     assert netns is not None
-    impostor = nodes.lab.spawn(netns, [sys.executable, "-c", script, wrong], "impostor.log")
+    impostor = nodes.lab.spawn(netns, [sys.executable, "-P", "-c", script, wrong], "impostor.log")
     assert impostor.wait(60) == 0, nodes.lab.log_tail("impostor.log")
     assert "registration refused: wrong job token" in nodes.lab.log_tail("controller.log", 100)
     assert nodes.status()["registered"], "the impostor must not push the shadow out"

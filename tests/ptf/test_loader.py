@@ -124,7 +124,7 @@ def serving(built: Rack) -> Iterator[subprocess.Popen[str]]:
     """A switch in a process of its own, once it listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-c", SERVE, address, built.switch_netns]
+    command = [sys.executable, "-P", "-c", SERVE, address, built.switch_netns]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -5,9 +5,7 @@ import functools
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +42,6 @@ def traffic() -> Path:
     build = PLUGIN.parent / "build/nccl_plugin"
     subprocess.run(["make", "-C", PLUGIN, "-s", "traffic", f"BUILD={build}"], check=True)
     return build / "tests/traffic"
-
-
-@pytest.fixture
-def bpffs() -> Iterator[Path]:
-    """A BPF file system of this test alone."""
-    directory = Path(tempfile.mkdtemp(prefix="ckmplug"))
-    link.run("mount", "-t", "bpf", "ckmplug", str(directory))
-    yield directory
-    link.run("umount", "-l", str(directory))
-    directory.rmdir()
 
 
 def transfer(rack: Rack, program: Path, counter_map: Path | None, profiler: bool = True) -> dict[str, str]:

@@ -49,7 +49,10 @@ def test_parameters_and_readme_agree() -> None:
     parameters = {parameter.name: parameter for parameter in Plugin().parameters()}
     assert int(parameters["CHECKMATE_DSCP"].default, 0) == DSCP_TAG
     printed = subprocess.run(
-        [sys.executable, "-m", "checkmate.nccl_plugin.binding", "--params"], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-m", "checkmate.nccl_plugin.binding", "--params"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert len(printed.splitlines()) == 2 + len(parameters)
     readme = (Path(__file__).parents[2] / "nccl_plugin/README.md").read_text(encoding="utf-8")

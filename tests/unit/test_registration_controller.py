@@ -212,7 +212,7 @@ def test_run_ends_at_sigterm_imports_no_torch_and_leaves_no_socket(rig: Rig, tmp
         "assert 'torch' not in sys.modules\nprint('ended')"
     )
     rig.start_switch()
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert soon(rig.status_socket.exists) and soon(lambda: rig.status()["in_sync"])
             process.send_signal(signal.SIGTERM)

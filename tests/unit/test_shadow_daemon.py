@@ -737,7 +737,9 @@ print("clean")
 def test_run_shadow_ends_cleanly_and_idles_cheaply(tmp_path: Path, number: int) -> None:
     status = tmp_path / "s"
     program = _PROGRAM.format(tests=str(Path(__file__).parents[1]), status=str(status))
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait(status.exists, "start", 60)
         wait(lambda: local.query(status)["state"] == "waiting for seed", "status", 10)

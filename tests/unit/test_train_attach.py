@@ -340,4 +340,4 @@ def test_importing_checkmate_does_not_import_torch() -> None:
     code = (
         "import sys, checkmate; assert 'torch' not in sys.modules; assert checkmate.attach and 'torch' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)

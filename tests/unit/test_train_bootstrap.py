@@ -98,7 +98,7 @@ def test_without_a_shadow_everything_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "look.py"
     script.write_text(LOOK)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHECKMATE_")}
-    command = [sys.executable, "-m", "checkmate.train.bootstrap", str(script), "--x", "1"]
+    command = [sys.executable, "-P", "-m", "checkmate.train.bootstrap", str(script), "--x", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3, done.stderr
     seen = ["__main__", [str(script), "--x", "1"], str(tmp_path), "torch.utils.data.dataloader"]

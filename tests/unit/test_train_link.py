@@ -174,7 +174,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_was_sent_survives_sigkill() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(20)
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(server.getsockname()[1])], env=dict(os.environ))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", KILLED, str(server.getsockname()[1])], env=dict(os.environ)
+        )
         sock, _ = server.accept()
         with sock:
             sock.settimeout(20)
