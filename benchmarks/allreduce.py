@@ -11,6 +11,7 @@ two. The shadow waits for a seed meanwhile: it takes part with all but the optim
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -92,9 +93,10 @@ class Mirrored:
 
 @dataclass(frozen=True)
 class Measured:
-    """``seconds`` per all-reduce, by size and kind, one value for each repetition."""
+    """``seconds`` per all-reduce, by size and kind, one value for each repetition; ``cpu_seconds``: of all ranks."""
 
     seconds: dict[int, dict[str, list[float]]]
+    cpu_seconds: dict[int, dict[str, list[float]]]
     mirrored: Mirrored | None
 
 
@@ -102,6 +104,7 @@ def run(options: Options, to: Console) -> Measured:
     """Measure. Raises CheckmateError when a rank fails."""
     variants = VARIANTS[options.network]
     seconds: dict[int, dict[str, list[float]]] = {size: {name: [] for name in variants} for size in options.sizes}
+    cpu_seconds = copy.deepcopy(seconds)
 
     def command(rank: int) -> list[str]:
         job = {"rank": rank, "master": network.nodes[0].address, "variants": variants, **asdict(options)}
@@ -116,8 +119,9 @@ def run(options: Options, to: Console) -> Measured:
                     tagged_bytes += report.get("tagged_bytes", 0)
                     if "seconds" in report:
                         seconds[report["size"]][report["variant"]].append(report["seconds"])
+                        cpu_seconds[report["size"]][report["variant"]].append(report["cpu_seconds"])
                         step(f"{report['size'] / MIB:g} MiB {report['variant']}")
-        return Measured(seconds, _mirrored(network.services, tagged_bytes) if network.services else None)
+        return Measured(seconds, cpu_seconds, _mirrored(network.services, tagged_bytes) if network.services else None)
 
 
 def _network(options: Options) -> AbstractContextManager[Network]:
@@ -176,30 +180,31 @@ class _Worker:
         return int(number)
 
     def _measure(self, tensor: torch.Tensor, size: int) -> None:
-        slowest = max(self._block(name, tensor, 2) for name in self._groups)
+        slowest = max(self._block(name, tensor, 2)[0] for name in self._groups)
         count = torch.tensor(max(2, int(self._job["block_s"] / slowest)))
         dist.broadcast(count, 0)
         for repetition in range(self._job["repetitions"]):
             for name in turns(list(self._groups), repetition):
-                seconds = self._block(name, tensor, int(count))
+                seconds, cpu_seconds = self._block(name, tensor, int(count))
                 if self._rank == 0:
-                    self._say(size=size, variant=name, seconds=seconds)
+                    self._say(size=size, variant=name, seconds=seconds, cpu_seconds=cpu_seconds)
 
-    def _block(self, name: str, tensor: torch.Tensor, count: int) -> float:
-        """Seconds per all-reduce of the slowest of ``count``, all in a row."""
+    def _block(self, name: str, tensor: torch.Tensor, count: int) -> tuple[float, float]:
+        """Seconds and all ranks' CPU seconds per all-reduce, of ``count`` in a row."""
         group = self._groups[name]
         if name == "tagged":
             self._plugin.register_bucket(tensor.data_ptr(), tensor.nbytes, 0)
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(count):
             self._iteration += name == "tagged"
             self._plugin.set_iteration(self._iteration)
             dist.all_reduce(tensor, group=group)
-        elapsed = time.perf_counter() - start
+        elapsed, cpu = time.perf_counter() - start, torch.tensor([time.process_time() - cpu_start])
         self._plugin.unregister_buckets()
         tensor.fill_(1.0)
-        return elapsed / count
+        dist.all_reduce(cpu)
+        return elapsed / count, float(cpu) / count
 
     @staticmethod
     def _say(**values: Any) -> None:
@@ -214,29 +219,41 @@ def _work(text: str) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one size: bus bandwidths in MB/s, and ratios of neighbouring blocks ("tagged/untagged", …)."""
+    """Result for one size: bus bandwidths in MB/s, and ratios of neighbouring blocks ("tagged/untagged", …).
+
+    ``cpu_ratios``: of the ranks' CPU time for each byte, the other way round: above one is better.
+    """
 
     bytes: int
     bandwidth: dict[str, Spread]
     ratios: dict[str, Spread]
+    cpu_ratios: dict[str, Spread]
 
 
-def summarise(seconds: dict[int, dict[str, list[float]]], ranks: int) -> list[Row]:
+def summarise(measured: Measured, ranks: int) -> list[Row]:
     """Rows by size."""
     rows = []
-    for size, by_variant in seconds.items():
+    for size, by_variant in measured.seconds.items():
         rates = {
             name: [2 * (ranks - 1) / ranks * size / value / 1e6 for value in values]
             for name, values in by_variant.items()
         }
-        compared = {f"{a}/{b}": ratios(rates[a], rates[b]) for a, b in COMPARED if a in rates and b in rates}
-        rows.append(Row(size, {name: Spread.of(values) for name, values in rates.items()}, compared))
+        cpu = measured.cpu_seconds[size]
+        pairs = [(a, b) for a, b in COMPARED if a in rates and b in rates]
+        rows.append(
+            Row(
+                size,
+                {name: Spread.of(values) for name, values in rates.items()},
+                {f"{a}/{b}": ratios(rates[a], rates[b]) for a, b in pairs},
+                {f"{a}/{b}": ratios(cpu[b], cpu[a]) for a, b in pairs},
+            )
+        )
     return rows
 
 
-def overall(rows: Sequence[Row]) -> dict[str, float]:
-    """Geometric means of the ratios over all sizes."""
-    return {name: statistics.geometric_mean([row.ratios[name].median for row in rows]) for name in rows[0].ratios}
+def overall(by_size: Sequence[dict[str, Spread]]) -> dict[str, float]:
+    """Geometric means of ratios over all sizes."""
+    return {name: statistics.geometric_mean([ratio[name].median for ratio in by_size]) for name in by_size[0]}
 
 
 def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: Console) -> None:
@@ -246,7 +263,8 @@ def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: C
     table = Table(
         title=f"All-reduce bus bandwidth in MB/s, {options.ranks} ranks, {options.network}, MTU {options.mtu}, "
         f"{options.channels} channels, slices of {options.slice_bytes >> 10} KiB",
-        caption=f"median (least to greatest) of {options.repetitions} blocks in turn; {where}",
+        caption=f"median (least to greatest) of {options.repetitions} blocks in turn; {where}; "
+        "CPU: the same ratio of bytes for each second of the ranks' CPU time",
     )
     for heading in ("MiB", *rows[0].bandwidth, *rows[0].ratios):
         table.add_column(heading, justify="right")
@@ -255,7 +273,9 @@ def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: C
         table.add_row(f"{row.bytes / MIB:g}", *rates, *(spread.text(2) for spread in row.ratios.values()))
     blanks = [""] * len(rows[0].bandwidth)
     table.add_section()
-    table.add_row("all", *blanks, *(f"{value:.2f}" for value in overall(rows).values()))
+    table.add_row("all", *blanks, *(f"{value:.2f}" for value in overall([row.ratios for row in rows]).values()))
+    cpu = overall([row.cpu_ratios for row in rows])
+    table.add_row("CPU", *blanks, *(f"{value:.2f}" for value in cpu.values()))
     if options.network == "switch":
         goals = [TARGETS.get((a, b)) for a, b in COMPARED]
         table.add_row("target", *blanks, *(f"≥ {goal:.2f}" if goal else "" for goal in goals))
@@ -311,12 +331,14 @@ def main() -> None:
     )
     to = console(arguments)
     measured = run(options, to)
-    rows = summarise(measured.seconds, options.ranks)
+    rows = summarise(measured, options.ranks)
     show(rows, options, measured.mirrored, to)
     if arguments.plot:
         draw(arguments.plot, lambda axes: plot(rows, axes))
     if arguments.json:
-        print_json(asdict(options), rows=rows, overall=overall(rows), mirrored=measured.mirrored)
+        print_json(
+            asdict(options), rows=rows, overall=overall([row.ratios for row in rows]), mirrored=measured.mirrored
+        )
 
 
 run_as_root(main, __name__)

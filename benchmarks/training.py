@@ -95,10 +95,12 @@ class Options:
 class Measured:
     """``seconds`` of one iteration by kind, one value for each repetition.
 
-    ``lag_s``: longest time from the end of a block of Checkmate until the shadow had committed all of it.
+    ``cpu_seconds``: of all ranks' processes, of one iteration. ``lag_s``: longest time from the end of a block of
+    Checkmate until the shadow had committed all of it.
     """
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     lag_s: float
     committed: int
     drops: int
@@ -108,6 +110,7 @@ class Measured:
 def run(options: Options, to: Console) -> Measured:
     """Measure. Raises CheckmateError when a rank fails or the shadow does not commit every iteration."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     placement = Placement(options.cpus, options.rack_cpus) if options.cpus and options.rack_cpus else None
     with ExitStack() as stack:
         network = stack.enter_context(rack(options.ranks, options.mtu, placement, SETS))
@@ -121,11 +124,13 @@ def run(options: Options, to: Console) -> Measured:
             step(f"{name} has started")
         for repetition in range(options.repetitions):
             for name in turns(VARIANTS, repetition):
-                seconds[name].append(jobs[name].block(options.steps) / options.steps)
+                elapsed, cpu = jobs[name].block(options.steps)
+                seconds[name].append(elapsed / options.steps)
+                cpu_seconds[name].append(cpu / options.steps)
                 if name == CHECKMATE:
                     watch.wait_for(jobs[name].steps - 1)  # the newest is committed at the next forward
                 step(name)
-        return Measured(seconds, watch.longest_s, watch.committed, watch.drops, watch.gaps)
+        return Measured(seconds, cpu_seconds, watch.longest_s, watch.committed, watch.drops, watch.gaps)
 
 
 class _Shadow:
@@ -178,11 +183,12 @@ class _Job:
     def __exit__(self, *error: object) -> None:
         self._ranks.__exit__(*error)
 
-    def block(self, steps: int) -> float:
-        """Seconds of the slowest rank for this many iterations."""
+    def block(self, steps: int) -> tuple[float, float]:
+        """Seconds of the slowest rank for this many iterations, and CPU seconds of all ranks."""
         self._ranks.send(steps=steps)
         self.steps += steps
-        return max(float(next(reports)["seconds"]) for reports in self._reports)
+        answers = [next(reports) for reports in self._reports]
+        return max(answer["seconds"] for answer in answers), sum(answer["cpu_seconds"] for answer in answers)
 
 
 class _Trainer:
@@ -203,15 +209,15 @@ class _Trainer:
         self._batches = self._draw()
         self._saver = _SAVERS[job["name"]](self._state, Path(job["storage"]), rank)
 
-    def block(self, steps: int) -> float:
-        """Seconds for this many iterations, with all that saving costs."""
+    def block(self, steps: int) -> dict[str, float]:
+        """Time for this many iterations, with all that saving costs."""
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self._step()
             self._saver.save()
         self._saver.finish()
-        return time.perf_counter() - start
+        return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
 
     def _step(self) -> None:
         tokens, targets = next(self._batches)
@@ -280,30 +286,37 @@ _SAVERS: dict[str, type[_Saver]] = {NONE: _Saver, CHECKMATE: _Saver, SAVE: _Torc
 def _work(text: str) -> None:
     trainer = _Trainer(json.loads(text))
     for line in sys.stdin:
-        print(json.dumps({"seconds": trainer.block(json.loads(line)["steps"])}), flush=True)
+        print(json.dumps(trainer.block(json.loads(line)["steps"])), flush=True)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one kind: iterations and tokens a second, and the ratio to no checkpoints of neighbouring blocks."""
+    """Result for one kind: iterations and tokens a second, and the ratio to no checkpoints of neighbouring blocks.
+
+    ``cpu_ms``: milliseconds of the ranks' CPU time for an iteration, ``cpu_ratio`` to no checkpoints.
+    """
 
     name: str
     steps_per_s: Spread
     tokens_per_s: Spread
     ratio: Spread
+    cpu_ms: Spread
+    cpu_ratio: Spread
 
 
-def summarise(seconds: dict[str, list[float]], options: Options) -> list[Row]:
+def summarise(measured: Measured, options: Options) -> list[Row]:
     """A row for each kind."""
-    rates = {name: [1.0 / value for value in values] for name, values in seconds.items()}
+    rates = {name: [1.0 / value for value in values] for name, values in measured.seconds.items()}
     return [
         Row(
             name,
-            Spread.of(values),
-            Spread.of([options.tokens * value for value in values]),
-            ratios(values, rates[NONE]),
+            Spread.of(rates[name]),
+            Spread.of([options.tokens * value for value in rates[name]]),
+            ratios(rates[name], rates[NONE]),
+            Spread.of([1e3 * value for value in measured.cpu_seconds[name]]),
+            ratios(measured.cpu_seconds[name], measured.cpu_seconds[NONE]),
         )
-        for name, values in rates.items()
+        for name in rates
     ]
 
 
@@ -315,11 +328,13 @@ def show(rows: Sequence[Row], measured: Measured, options: Options, to: Console)
         caption=f"median (least to greatest) of {options.repetitions} blocks of {options.steps} iterations in turn; "
         f"nodes on CPUs {options.cpus or 'any'}, switch and shadow on {options.rack_cpus or 'any'}",
     )
-    for heading in ("checkpoints", "iterations/s", "tokens/s", f"ratio to {NONE}", "target"):
+    headings = ("checkpoints", "iterations/s", "tokens/s", f"ratio to {NONE}", "target", "CPU ms", "CPU ratio")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         goal = f"≥ {TARGET}" if row.name == CHECKMATE else ""
-        table.add_row(row.name, row.steps_per_s.text(2), row.tokens_per_s.text(0), row.ratio.text(3), goal)
+        rates = (row.steps_per_s.text(2), row.tokens_per_s.text(0), row.ratio.text(3))
+        table.add_row(row.name, *rates, goal, row.cpu_ms.text(0), row.cpu_ratio.text(3))
     to.print(table)
     to.print(
         f"the shadow committed every iteration (step {measured.committed}), at most {measured.lag_s:.2f} s after the "
@@ -359,7 +374,7 @@ def main() -> None:
     options = Options(**{name: value for name, value in vars(arguments).items() if name in names})
     to = console(arguments)
     measured = run(options, to)
-    rows = summarise(measured.seconds, options)
+    rows = summarise(measured, options)
     show(rows, measured, options, to)
     if arguments.plot:
         draw(arguments.plot, lambda axes: plot(rows, axes))
