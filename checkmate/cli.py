@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +72,23 @@ def demo(
     options = DemoOptions(ranks, steps, params, mtu, channels, switch.value, kill, seed, keep, as_json)
     if not run_demo(options, Console(stderr=as_json)):
         raise typer.Exit(1)
+
+
+@app.command()
+def lab(
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
+    mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
+) -> None:
+    """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
+
+    Switch, controller and shadow run in network namespaces of this machine. Prints the commands to use it with.
+    """
+    from checkmate.lab import LabConfig  # noqa: PLC0415
+    from checkmate.services import serve_lab  # noqa: PLC0415
+
+    if mtu not in config.MTU_CHOICES:
+        raise CheckmateError(f"--mtu {mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
+    serve_lab(LabConfig(ranks, mtu), partial(Console().print, soft_wrap=True, markup=False, highlight=False))
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

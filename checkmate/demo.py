@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,7 @@ from checkmate import config, examples, metrics
 from checkmate.compare import differences, load_state
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_machine, require
-from checkmate.lab import Lab, LabConfig, clean_stale
+from checkmate.lab import Lab, LabConfig, clean_stale, sigterm_interrupts
 from checkmate.progress import RunView
 from checkmate.services import Services
 from checkmate.status import export
@@ -107,10 +106,10 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     require(check_machine(mounts=False))
     for prefix in clean_stale():
         console.print(f"removed what the killed run {prefix} had left behind")
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         try:
             lab_config = LabConfig(options.ranks, options.mtu, options.switch, "demo")
-            with Lab(lab_config, options.keep, console.print) as lab:
+            with Lab(lab_config, options.keep, partial(console.print, soft_wrap=True)) as lab:
                 result = _Demo(options, kill, lab, console).run()
         except KeyboardInterrupt:
             console.print("interrupted: everything is removed")
@@ -305,19 +304,6 @@ class _Killer:
         notes = metrics.read(lab.directory / "metrics")
         self.completed = max((note["step"] for note in notes if note["kind"] == "step"), default=0)
         self.killed = f"rank {self._kill.rank} in step {self.completed + 1}"
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _table(result: Result) -> Table:

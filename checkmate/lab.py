@@ -19,12 +19,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from types import FrameType, TracebackType
+from typing import IO, NoReturn, Self
 
 from checkmate import config
 from checkmate.config import CheckmateError
@@ -366,6 +366,21 @@ def _run(*argv: str, text: str | None = None) -> None:
     if result.returncode != 0:
         reason = result.stderr.strip() or result.stdout.strip()
         raise CheckmateError(f"`{' '.join(argv)}` failed: {reason}")
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: by KeyboardInterrupt."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _SignalsBlocked:

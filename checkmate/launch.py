@@ -6,6 +6,7 @@ script in the rank's own namespace.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from checkmate import config
@@ -55,12 +57,18 @@ def run_job(job: Job) -> None:
     if not local and job.node not in group.ranks:
         raise CheckmateError(f"--node {job.node!r} is not a host of group {group.name}: use one of {list(group.ranks)}")
     launch_config = _launch_config(topology, group, job, local)
+    _require_own_address(launch_config.local_addr, "registrar" if local else f"management_ip of {job.node}")
     worker = ["-P", "-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
     with _counter_map(job) as counter_map, _environment(job_environment(topology, job, counter_map)):
         try:
             elastic_launch(launch_config, sys.executable)("-u", *worker)
         except ChildFailedError as error:
             raise CheckmateError(_describe_failure(error)) from None
+        except RendezvousError as error:
+            raise CheckmateError(
+                f"the ranks' meeting point {launch_config.rdzv_endpoint} cannot be used ({error}); "
+                "is the port free, and is the first host's `checkmate run` there?"
+            ) from None
 
 
 def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
@@ -105,6 +113,18 @@ def _launch_config(topology: Topology, group: Group, job: Job, local: bool) -> L
     )
 
 
+def _require_own_address(address: str | None, field: str) -> None:
+    """Elsewhere the ranks would look for each other in vain, for minutes."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            raise CheckmateError(
+                f"{field}: {address} is not an address of this machine (or network namespace); start `checkmate run` "
+                "there, in a lab with `nsenter --net=/run/netns/NAME-mgmt`"
+            ) from None
+
+
 def _only_group(topology: Topology) -> Group:
     if len(topology.groups) != 1:
         raise CheckmateError(f"groups: {len(topology.groups)} given; a job runs one data-parallel group for now")
@@ -138,5 +158,5 @@ def _describe_failure(error: ChildFailedError) -> str:
     lines = [f"the script failed on {len(error.failures)} rank(s) and no restart is left:"]
     for rank, failure in sorted(error.failures.items()):
         reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        lines.append(f"  rank {rank}: {reason}" + (f", log {failure.error_file}" if failure.error_file else ""))
+        lines.append(f"  rank {rank}: {reason}")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import Group as Lines
-from rich.table import Table
+from rich.table import Column, Table
 
 from checkmate import config
 from checkmate.config import CheckmateError
@@ -204,16 +204,21 @@ class Plan:
         }
 
     def __rich__(self) -> Lines:
-        groups = Table("group", "for", "copies to", title=f"{self.job}: multicast groups")
+        groups = _table("group", "for", "copies to", title=f"{self.job}: multicast groups")
         for group in self.rules.groups:
             members = ", ".join(f"{self.ports[port]} (port {port}, rid {rid})" for port, rid in group.replicas)
             groups.add_row(str(group.id), self.group_names[group.id], members)
-        entries = Table("table", "match", "action", title=f"{self.job}: table entries")
+        entries = _table("table", "match", "action", title=f"{self.job}: table entries")
         for entry in self.rules.entries:
             table, _, rest = str(entry).partition(": ")
             match, _, action = rest.partition(" → ")
             entries.add_row(table, match, action)
         return Lines(groups, entries)
+
+
+def _table(*headers: str, title: str) -> Table:
+    """In a narrow window values are folded: a cut address says nothing."""
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
 
 
 def make_plan(topology: Topology, live_shadows: AbstractSet[str]) -> Plan:

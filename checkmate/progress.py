@@ -74,7 +74,7 @@ class RunView:
             self._live.update(self._table(figures))
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
-            self._console.print("  " + "  ".join(f"{name} {value}" for name, value in figures.items()))
+            self._console.print("  " + "  ".join(f"{name} {value}" for name, value in figures.items()), soft_wrap=True)
 
     def _figures(self, shadow: dict[str, Any] | None) -> dict[str, str]:
         figures = {"step": f"{self._losses.step}/{self._steps}"}

@@ -3,14 +3,16 @@
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
 from checkmate.config import CheckmateError
-from checkmate.lab import Lab
+from checkmate.controlplane.preflight import check_machine, require
+from checkmate.lab import Lab, LabConfig, clean_stale, sigterm_interrupts
 from checkmate.status import query
 
 _READY_SECONDS = 60.0
@@ -89,13 +91,17 @@ class Services:
         """Poll until ``condition()`` is true; CheckmateError when it takes too long or a service died."""
         deadline = time.monotonic() + seconds
         while not condition():
-            for name, process in self._processes.items():
-                if process.poll() is not None:
-                    tail = self.lab.log_tail(f"{name}.log")
-                    raise CheckmateError(f"the {name} ended with status {process.returncode}:\n{tail}")
+            self.check()
             if time.monotonic() > deadline:
                 raise CheckmateError(f"waited {seconds:.0f} s for {what}; logs are in {self.lab.directory}")
             time.sleep(_POLL_SECONDS)
+
+    def check(self) -> None:
+        """Raise CheckmateError with the log of a service that has ended."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                tail = self.lab.log_tail(f"{name}.log")
+                raise CheckmateError(f"the {name} ended with status {process.returncode}:\n{tail}")
 
     def shadow_status(self) -> dict[str, Any] | None:
         """The shadow's status, None while it does not answer."""
@@ -112,6 +118,28 @@ class Services:
     def _spawn(self, name: str, netns: str, *arguments: str | Path) -> None:
         argv = [*_COMMAND, *arguments, "--topology", self.topology_file]
         self._processes[name] = self.lab.spawn(netns, argv, f"{name}.log")
+
+
+def serve_lab(config: LabConfig, say: Callable[[str], None]) -> None:
+    """Keep a lab with its services until SIGINT or SIGTERM; raises CheckmateError when one of them ends."""
+    require(check_machine(mounts=False))
+    for prefix in clean_stale():
+        say(f"removed what the killed run {prefix} had left behind")
+    command = f"{sys.executable} -P -m checkmate"
+    with sigterm_interrupts(), suppress(KeyboardInterrupt), Lab(config, say=say) as lab:
+        services = Services(lab).start()
+        say(
+            f"ready; in another terminal:\n"
+            f"  nsenter --net=/run/netns/{lab.management} {command} run --bpf {lab.bpf} "
+            f"--topology {services.topology_file} YOUR_SCRIPT.py\n"
+            f"  {command} status {services.shadow_socket}\n"
+            f"  {command} status {services.controller_socket}\n"
+            f"  {command} export {services.shadow_socket} state.pt\n"
+            f"logs are in {lab.directory}; Ctrl-C ends and removes all"
+        )
+        while True:
+            services.check()
+            time.sleep(_POLL_SECONDS)
 
 
 # -P: what runs is the installed package, wherever the caller stands.
