@@ -30,8 +30,7 @@ Handler = Callable[[Mapping[str, Any]], Any]
 
 def query(path: Path | str) -> dict[str, Any]:
     """Status of the shadow or controller that listens on this socket; CheckmateError when none answers."""
-    answer: dict[str, Any] = _ask(Path(path), {"command": "status"}, _STALL_S)
-    return answer
+    return _ask(Path(path), {"command": "status"}, _STALL_S)
 
 
 def export(path: Path | str, out: Path | str, timeout_s: float = _EXPORT_S) -> int:
@@ -39,18 +38,24 @@ def export(path: Path | str, out: Path | str, timeout_s: float = _EXPORT_S) -> i
     return int(_ask(Path(path), {"command": "export", "path": str(Path(out).absolute())}, timeout_s)["step"])
 
 
-def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
+def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(timeout_s)
             sock.connect(str(path))
             sock.sendall(json.dumps(request).encode() + b"\n")
             answer = json.loads(_read_line(sock, _ANSWER_BYTES))
-    except (OSError, ValueError) as error:
-        raise CheckmateError(f"nobody answers on {path}: {error}; is it running?") from None
-    if "error" in answer:
-        raise CheckmateError(answer["error"])
-    return answer["ok"]
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckmateError(
+            f"no status from {path}: {reason}; name the socket of a shadow or controller that runs"
+        ) from None
+    match answer:
+        case {"error": str(text)}:
+            raise CheckmateError(text)
+        case {"ok": dict(content)}:
+            return content
+    raise CheckmateError(f"{path} gave an answer that is none of ours; name the socket of a shadow or controller")
 
 
 def _read_line(sock: socket.socket, limit: int) -> bytes:
@@ -111,7 +116,7 @@ class StatusServer:
             if command is None:
                 raise CheckmateError(f"unknown request; commands are {', '.join(self._commands)}")
             answer = {"ok": command(request)}
-        except (CheckmateError, OSError, ValueError) as error:
+        except (CheckmateError, OSError, ValueError, RecursionError) as error:
             answer = {"error": str(error)}
         sock.sendall(json.dumps(answer).encode() + b"\n")
 

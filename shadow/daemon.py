@@ -167,7 +167,10 @@ class Shadow:
         path = request.get("path")
         if not isinstance(path, str) or not Path(path).is_absolute():
             raise CheckmateError(f"export needs an absolute path, not {path!r}")
-        return {"step": self.export(Path(path)), "path": path}
+        try:
+            return {"step": self.export(Path(path)), "path": path}
+        except OSError as error:
+            raise CheckmateError(f"cannot write {path}: {error.strerror}; name a file in a folder of yours") from None
 
     def _tell_registrar(self, seeded: bool) -> None:
         if self._registration is not None:
