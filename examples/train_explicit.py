@@ -1,7 +1,7 @@
 """examples/train.py with Checkmate attached by hand: the three lines marked below are all the difference.
 
 Start it with ``torchrun`` after setting CHECKMATE_SHADOWS, CHECKMATE_TOKEN_FILE and CHECKMATE_JOB (``checkmate run``
-sets them, but also attaches by itself).
+sets them, and leaves a module that the script has attached alone).
 """
 
 import os

@@ -1,6 +1,7 @@
 """``checkmate.attach``: makes a shadow follow a DistributedDataParallel model and its optimizer."""
 
 from collections.abc import Mapping
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,9 @@ from checkmate.train.data import TRACKER
 from checkmate.train.hook import TagPlugin
 from checkmate.train.peers import Peers
 from checkmate.train.settings import Settings
+
+ATTACHED: "WeakSet[DistributedDataParallel]" = WeakSet()
+"""Modules that a shadow follows: what attaches by itself leaves them alone."""
 
 
 def attach(
@@ -56,6 +60,7 @@ def attach_unless(
     refusing = peers.find(problem is not None)
     if parts is not None and not refusing:
         settings, plugin, state = parts
+        ATTACHED.add(ddp)
         return Checkpoint(ddp, optimizer, state, Client(settings, peers.rank, peers.world), plugin, peers)
     TRACKER.remove()
     raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")

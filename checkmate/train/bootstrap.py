@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.config import CheckmateError
 from checkmate.train import registry
-from checkmate.train.attach import attach_unless
+from checkmate.train.attach import ATTACHED, attach_unless
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.data import TRACKER
 from checkmate.train.settings import SHADOWS
@@ -76,6 +76,8 @@ class AutoAttach:
             return
         self._is_over = True
         TRACKER.before_iterate = None
+        if any(module in ATTACHED for module in modules):
+            return  # the script did it
         problem = None
         if len(modules) > 1:
             problem = f"the script has {len(modules)} DistributedDataParallel modules: one is supported"
@@ -152,7 +154,10 @@ def main() -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
-    run(sys.argv[1], sys.argv[2:])
+    try:
+        run(sys.argv[1], sys.argv[2:])
+    except CheckmateError as error:
+        sys.exit(f"checkmate: {error}")  # says what to fix; a traceback would hide it
 
 
 if __name__ == "__main__":

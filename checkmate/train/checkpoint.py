@@ -181,7 +181,7 @@ class Checkpoint:
             reason = f": {problem}" if problem is not None else ", see their messages"
             raise CheckmateError(
                 f"the state of step {held} could not be restored on rank(s) {failed}{reason}; no rank goes on, so that "
-                "states are never mixed"
+                "states are never mixed; if this is another job than the shadow's, restart the shadow first"
             ) from problem
         if self._hook.ready_order.restore(broadcast_order(self._ddp, self._ready_order)):
             self._hook.register(self._ddp)

@@ -71,6 +71,7 @@ def test_state_that_cannot_be_restored_stops_the_script(tmp_path: Path) -> None:
     shadow.close()
     assert process.returncode != 0
     assert "the state of step 3 could not be restored" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "out.0").exists()
 
 
@@ -123,3 +124,13 @@ def test_only_gloo_is_replaced(asked: str | None, used: str, monkeypatch: pytest
 
 def test_support_is_complete() -> None:
     assert (SUPPORT / SCRIPT).is_file() and "checkmate" not in (SUPPORT / SCRIPT).read_text().split('"""')[2]
+
+
+def test_a_module_that_the_script_attached_is_left_alone(tmp_path: Path) -> None:
+    shadow = FakeShadow(1)
+    script = ["explicit_script.py", str(tmp_path / "out")]
+    (output,) = finish(start(1, "run_bootstrap.py", script, tmp_path, shadow.environment(tmp_path)))
+    steps = [record.step for record in shadow.of(StepRecord, 0)]
+    shadow.close()
+    assert steps == [1, 2, 3]
+    assert "not attached" not in output
