@@ -50,7 +50,7 @@ class CounterProgram:
         if _filesystem_type(pin_dir) != "bpf":
             raise CheckmateError(
                 f"{pin_dir} is not on a BPF file system, so that the counter map cannot be pinned there; "
-                f"run `mount -t bpf bpf {pin_dir}`"
+                "choose a directory that is (a machine has /sys/fs/bpf, after `mount -t bpf bpf /sys/fs/bpf`)"
             )
         cgroup = cgroup or _cgroup2_root()
         map_path = pin_dir / MAP_NAME
@@ -105,7 +105,10 @@ def _mounts() -> list[tuple[str, str, Path, str]]:
 
 def _filesystem_type(directory: Path) -> str:
     if not directory.is_dir():
-        raise CheckmateError(f"{directory} is not a directory")
+        raise CheckmateError(
+            f"{directory}, where the counter map is to be pinned, is not a directory; choose one on a BPF file system, "
+            "for example /sys/fs/bpf"
+        )
     number = directory.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     return next((kind for dev, _, _, kind in _mounts() if dev == device), "unknown")
