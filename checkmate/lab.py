@@ -124,6 +124,7 @@ class Lab:
             self._stack.callback(_remove_lab, self.prefix, self.directory, self._keep)
             self.topology = lab_topology(self._config, self.prefix, self.directory)
             self._write_token()
+            self._temporary.mkdir()
             self._say(
                 f"creates namespaces {self.prefix}-*, state in {self.directory}; all removed at exit"
                 + (f", but for {self.directory}" if self._keep else "")
@@ -146,6 +147,10 @@ class Lab:
     def bpf(self) -> Path:
         """A BPF file system of this lab alone."""
         return self.directory / "bpf"
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory / "tmp"
 
     def spawn(
         self,
@@ -171,7 +176,8 @@ class Lab:
                 stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                # What they and torch leave there goes with the lab, even if it is killed.
+                env={**os.environ, "TMPDIR": str(self._temporary), **(env or {})},
                 start_new_session=True,
             )
         self._processes.append(process)
@@ -334,6 +340,7 @@ def _remove_lab(prefix: str, directory: Path, keep: bool) -> None:
             with suppress(OSError):
                 mount.rmdir()
     (directory / "token").unlink(missing_ok=True)
+    shutil.rmtree(directory / "tmp", ignore_errors=True)
     if keep:
         (directory / "keep").touch()
     else:
