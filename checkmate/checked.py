@@ -7,6 +7,7 @@ are reported at once.
 import difflib
 import ipaddress
 import re
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,10 @@ import yaml
 from checkmate import config
 
 _MAX_INTERFACE_NAME = 15
+
+_SHORT = reprlib.Repr()
+"""Shows a value; what is long or deep is cut."""
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
 
 
 class Endpoint(NamedTuple):
@@ -56,7 +61,7 @@ class Map:
 
     def complain(self, key: str, value: Any, advice: str) -> None:
         """Note that ``value`` cannot stand at ``key`` (of this map when empty) and what to do."""
-        self.problems.append(f"{self._at(key) or 'the file'}: {value!r} cannot be used; {advice}")
+        self.problems.append(f"{self._at(key) or 'the file'}: {_SHORT.repr(value)} cannot be used; {advice}")
 
     def take(self, key: str, parse: Callable[[Any], Any], default: Any = _REQUIRED) -> Any:
         """The parsed value, ``default`` when the key is absent, None when the value is wrong."""
@@ -192,7 +197,17 @@ def choices(given: str, known: Iterable[str]) -> str:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML silently keeps the last of two equal keys: that would hide a port given twice."""
+    """YAML silently keeps the last of two equal keys: that would hide a port given twice.
+
+    Aliases are refused: a few lines of them stand for values without end.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed; write it out", event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -31,7 +31,7 @@ _REFRESH_SECONDS = 0.1
 _RUN_SECONDS = 1800.0
 _COMMIT_SECONDS = 30.0
 _SHOWN_DIFFERENCES = 10
-_KILL = re.compile(r"(\d+)@(\d+)")
+_KILL = re.compile(r"([0-9]{1,9})@([0-9]{1,9})")
 
 
 @dataclass(frozen=True)

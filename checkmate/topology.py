@@ -29,6 +29,8 @@ SHADOW_NICS = 2
 """A shadow needs two: first's flow arrives on one, last's on the other (both are tagged in the same round)."""
 
 MIN_TOKEN_BYTES = 16
+MAX_TOKEN_BYTES = 4096
+MAX_FILE_BYTES = 1 << 20
 _Node = TypeVar("_Node", "Host", "Shadow")
 
 
@@ -163,10 +165,17 @@ class Topology:
 def load_topology(path: str | Path) -> Topology:
     """Read and check a topology file; raises CheckmateError (TopologyError for its content)."""
     try:
-        data = yaml.load(Path(path).read_text(), Loader=checked.UniqueKeys)
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise CheckmateError(f"topology file {path}: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    if len(text) > MAX_FILE_BYTES:
+        raise CheckmateError(f"topology file {path}: more than {MAX_FILE_BYTES} bytes; give the path of a YAML file")
+    try:
+        data = yaml.load(text.decode(), Loader=checked.UniqueKeys)
+    except RecursionError:
+        raise CheckmateError(f"topology file {path} is not valid YAML: nested too deeply; it needs 5 levels") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: undecodable bytes, a date that does not exist
         raise CheckmateError(f"topology file {path} is not valid YAML: {error}") from None
     return Topology.from_dict(data, str(path))
 
@@ -174,11 +183,12 @@ def load_topology(path: str | Path) -> Topology:
 def read_token(path: Path) -> bytes:
     """The shared job token without surrounding white space.
 
-    Raises CheckmateError when the file is missing, shorter than MIN_TOKEN_BYTES or accessible to everybody.
+    Raises CheckmateError when the file is missing, accessible to everybody or not of MIN_ to MAX_TOKEN_BYTES.
     """
     try:
         mode = path.stat().st_mode
-        token = path.read_bytes().strip()
+        with path.open("rb") as file:
+            token = file.read(MAX_TOKEN_BYTES + 1).strip()
     except OSError as error:
         raise CheckmateError(
             f"token_file {path}: {error.strerror}; create it: umask 077; openssl rand -hex 32 > {path}"
@@ -187,9 +197,9 @@ def read_token(path: Path) -> bytes:
         raise CheckmateError(
             f"token_file {path} has mode {stat.S_IMODE(mode):04o}: others may access it; chmod 0600 {path}"
         )
-    if len(token) < MIN_TOKEN_BYTES:
+    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise CheckmateError(
-            f"token_file {path} holds {len(token)} bytes, at least {MIN_TOKEN_BYTES} are needed; "
+            f"token_file {path} holds {len(token)} bytes, {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} are allowed; "
             f"create it anew: openssl rand -hex 32 > {path}"
         )
     return token

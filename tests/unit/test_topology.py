@@ -1,6 +1,7 @@
 """Reading a topology file: what is right comes back unchanged, what is wrong is named with what to do."""
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,31 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CheckmateError, match="not valid YAML"):
         load_topology(tmp_path / "binary.yaml")
+    with pytest.raises(CheckmateError, match="more than 1048576 bytes"):
+        load_topology("/dev/zero")
+
+
+BOMB = "".join(["a: &a [x]\n", *(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghijklmno"))])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * 20_000, "nested too deeply"),
+        (BOMB, "aliases are not allowed"),
+        ("a: &a [*a]", "aliases are not allowed"),
+        ("a: 2001-99-99", "month must be"),
+        ("? {b: c}\n: 1", "unhashable"),
+        ("job: " + "x " * 100_000, "job: 'x x"),
+    ],
+    ids=["deep", "bomb", "cycle", "date", "key", "long"],
+)
+def test_hostile_files(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(text)
+    with pytest.raises(CheckmateError, match=problem) as caught:
+        load_topology(file)
+    assert len(str(caught.value)) < 2000
 
 
 def test_the_token(tmp_path: Path) -> None:
@@ -187,7 +213,10 @@ def test_the_token(tmp_path: Path) -> None:
     token.chmod(0o640)
     assert read_token(token) == b"0123456789abcdef"
     token.write_text("short")
-    with pytest.raises(CheckmateError, match="5 bytes, at least 16"):
+    with pytest.raises(CheckmateError, match="5 bytes, 16 to 4096"):
+        read_token(token)
+    token.write_text("x" * 5000)
+    with pytest.raises(CheckmateError, match="16 to 4096"):
         read_token(token)
 
 
