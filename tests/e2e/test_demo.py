@@ -80,7 +80,7 @@ class Demos:
         temporary.mkdir(parents=True)
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "checkmate", "demo", *SMALL, *options],
+                [sys.executable, "-P", "-m", "checkmate", "demo", *SMALL, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
