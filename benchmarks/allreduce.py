@@ -263,7 +263,7 @@ def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: C
     table = Table(
         title=f"All-reduce bus bandwidth in MB/s, {options.ranks} ranks, {options.network}, MTU {options.mtu}, "
         f"{options.channels} channels, slices of {options.slice_bytes >> 10} KiB",
-        caption=f"median (least to greatest) of {options.repetitions} blocks in turn; {where}; "
+        caption=f"median (quartiles) of {options.repetitions} blocks in turn; {where}; "
         "CPU: the same ratio of bytes for each second of the ranks' CPU time",
     )
     for heading in ("MiB", *rows[0].bandwidth, *rows[0].ratios):
@@ -288,12 +288,12 @@ def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: C
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> None:
-    """Bandwidth against size, with the range of the blocks."""
+    """Bandwidth against size, with the quartiles of the blocks."""
     sizes = [row.bytes / MIB for row in rows]
     for name in rows[0].bandwidth:
         spreads = [row.bandwidth[name] for row in rows]
         axes.plot(sizes, [spread.median for spread in spreads], marker="o", label=name)
-        axes.fill_between(sizes, [spread.low for spread in spreads], [spread.high for spread in spreads], alpha=0.2)
+        axes.fill_between(sizes, [spread.lower for spread in spreads], [spread.upper for spread in spreads], alpha=0.2)
     axes.set(xscale="log", xlabel="buffer (MiB)", ylabel="bus bandwidth (MB/s)", ylim=(0, None))
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.legend()

@@ -23,19 +23,22 @@ WIDTH = 150
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of some values."""
+    """Median, quartiles and extremes of some values."""
 
     median: float
-    low: float
-    high: float
+    lower: float
+    upper: float
+    least: float
+    greatest: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        return cls(statistics.median(values), min(values), max(values))
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, lower, upper, min(values), max(values))
 
     def text(self, digits: int) -> str:
-        """Median (least to greatest)."""
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        """Median (quartiles)."""
+        return f"{self.median:.{digits}f} ({self.lower:.{digits}f} to {self.upper:.{digits}f})"
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:

@@ -71,7 +71,7 @@ COMMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """One measurement: blocks of ``steps`` iterations, ``repetitions`` of each kind; ``storage``: where files go."""
+    """One measurement: ``repetitions`` blocks of ``steps`` iterations of each kind; ``storage``: where files go."""
 
     ranks: int
     mtu: int
@@ -82,6 +82,7 @@ class Options:
     steps: int
     repetitions: int
     storage: str
+    kinds: tuple[str, ...]
     cpus: tuple[int, ...]
     rack_cpus: tuple[int, ...]
 
@@ -109,21 +110,21 @@ class Measured:
 
 def run(options: Options, to: Console) -> Measured:
     """Measure. Raises CheckmateError when a rank fails or the shadow does not commit every iteration."""
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in options.kinds}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in options.kinds}
     placement = Placement(options.cpus, options.rack_cpus) if options.cpus and options.rack_cpus else None
     with ExitStack() as stack:
         network = stack.enter_context(rack(options.ranks, options.mtu, placement, SETS))
         storage = stack.enter_context(tempfile.TemporaryDirectory(dir=options.storage, prefix="ckmbench"))
         assert network.services is not None
         watch = _Shadow(network.services)
-        step = stack.enter_context(progress(to, "training", len(VARIANTS) * (options.repetitions + 1)))
-        jobs = {name: stack.enter_context(_Job(network, options, name, storage)) for name in VARIANTS}
+        step = stack.enter_context(progress(to, "training", len(options.kinds) * (options.repetitions + 1)))
+        jobs = {name: stack.enter_context(_Job(network, options, name, storage)) for name in options.kinds}
         for name, job in jobs.items():
             job.block(WARM_UP)
             step(f"{name} has started")
         for repetition in range(options.repetitions):
-            for name in turns(VARIANTS, repetition):
+            for name in turns(options.kinds, repetition):
                 elapsed, cpu = jobs[name].block(options.steps)
                 seconds[name].append(elapsed / options.steps)
                 cpu_seconds[name].append(cpu / options.steps)
@@ -325,7 +326,7 @@ def show(rows: Sequence[Row], measured: Measured, options: Options, to: Console)
     table = Table(
         title=f"Training with a checkpoint of every iteration: {options.ranks} ranks, about {options.params:,} "
         f"parameters, {options.tokens} tokens an iteration",
-        caption=f"median (least to greatest) of {options.repetitions} blocks of {options.steps} iterations in turn; "
+        caption=f"median (quartiles) of {options.repetitions} blocks of {options.steps} iterations in turn; "
         f"nodes on CPUs {options.cpus or 'any'}, switch and shadow on {options.rack_cpus or 'any'}",
     )
     headings = ("checkpoints", "iterations/s", "tokens/s", f"ratio to {NONE}", "target", "CPU ms", "CPU ratio")
@@ -343,12 +344,19 @@ def show(rows: Sequence[Row], measured: Measured, options: Options, to: Console)
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> None:
-    """Bars with the range of the blocks."""
+    """Bars with the quartiles of the blocks."""
     medians = [row.steps_per_s.median for row in rows]
-    below = [row.steps_per_s.median - row.steps_per_s.low for row in rows]
-    above = [row.steps_per_s.high - row.steps_per_s.median for row in rows]
+    below = [row.steps_per_s.median - row.steps_per_s.lower for row in rows]
+    above = [row.steps_per_s.upper - row.steps_per_s.median for row in rows]
     axes.bar([row.name for row in rows], medians, yerr=(below, above), capsize=4)
     axes.set(ylabel="iterations/s")
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split(","))
+    if NONE not in kinds or not set(kinds) <= set(VARIANTS):
+        raise argparse.ArgumentTypeError(f"{NONE}, which is compared with, and others of {', '.join(VARIANTS)}")
+    return kinds
 
 
 def main() -> None:
@@ -363,6 +371,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="iterations of a block")
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--storage", default="/var/tmp", help="directory on the disk that files are saved to")
+    parser.add_argument("--kinds", type=_kinds, default=VARIANTS, help=f"with commas, of {', '.join(VARIANTS)}")
     add_placement_options(parser)
     add_output_options(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
