@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from support import link
@@ -43,7 +45,7 @@ def job(nodes: Rack, reference: Run, request: pytest.FixtureRequest) -> Iterator
     started: list[Run] = []
     name = re.sub(r"\W", "-", request.node.name).removeprefix("test-")
 
-    def start(**options: object) -> Run:
+    def start(**options: Any) -> Run:
         nodes.renew_shadow()
         run = nodes.start(name, STEPS, options=[f"--pause={PAUSE_S}"], **options)
         started.append(run)
@@ -163,31 +165,50 @@ def test_a_stopped_shadow_catches_up(nodes: Rack, reference: Run, job: Callable[
     assert_unharmed(run, reference)
 
 
-def test_without_a_controller_everything_goes_on(nodes: Rack, reference: Run, job: Callable[..., Run]) -> None:
-    """Steps are committed while it is dead; the next one takes over the switch as it is."""
+@contextmanager
+def out_of_order(rack: Rack, name: str, how: signal.Signals) -> Iterator[None]:
+    """A service is killed and later started again, or stopped and later continued."""
+    process = rack.services.process(name)
+    process.send_signal(how)
+    try:
+        if how == signal.SIGKILL:
+            process.wait(10)
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+    if how == signal.SIGKILL:
+        {"switch": rack.services.start_switch, "controller": rack.services.start_controller}[name]()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_a_controller_everything_goes_on(
+    nodes: Rack, reference: Run, job: Callable[..., Run], how: signal.Signals
+) -> None:
+    """Steps are committed while it is dead, and the next one takes over the switch as it is."""
     run = job()
     run.reaches(5)
-    kill(nodes, "controller")
-    committed = nodes.status()["committed"]
-    run.reaches(run.step() + 5)
-    soon(lambda: nodes.status()["committed"] > committed + 3, "commits without a controller")
-    nodes.services.start_controller()
-    soon(live(nodes, "shadow0"), "the new controller to know the shadow")
+    with out_of_order(nodes, "controller", how):
+        soon(nodes.shadow_is(registered=False), "the shadow to notice")
+        committed = nodes.status()["committed"]
+        run.reaches(run.step() + 3)
+        soon(lambda: nodes.status()["committed"] > committed, "commits without a controller")
+    soon(live(nodes, "shadow0"), "the controller to know the shadow")
     assert_unharmed(run, reference)
-    assert nodes.status()["gap_count"] == 0, nodes.status()["gaps"]
+    if how == signal.SIGKILL:
+        assert nodes.status()["gap_count"] == 0, nodes.status()["gaps"]
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_the_switchs_control_process_everything_goes_on(
-    nodes: Rack, reference: Run, job: Callable[..., Run]
+    nodes: Rack, reference: Run, job: Callable[..., Run], how: signal.Signals
 ) -> None:
     """Its programs stay in the kernel: they forward and copy; the next one takes their place and is given the rules."""
     run = job()
     run.reaches(5)
-    kill(nodes, "switch")
-    committed = nodes.status()["committed"]
-    run.reaches(run.step() + 5)
-    soon(lambda: nodes.status()["committed"] > committed + 3, "commits without the control process")
-    nodes.services.start_switch()
+    with out_of_order(nodes, "switch", how):
+        committed = nodes.status()["committed"]
+        run.reaches(run.step() + 5)
+        soon(lambda: nodes.status()["committed"] > committed + 3, "commits without the control process")
     soon(live(nodes, "shadow0"), "the rules to be restored")
     assert_unharmed(run, reference)
 

@@ -83,7 +83,7 @@ def _rank_main(topology: Topology, rank: int, size: int, channels: Sequence[int]
         torch.set_num_threads(1)
         dist.init_process_group(
             "checkmate",
-            store=dist.FileStore(str(store), size),
+            store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=60),

@@ -10,6 +10,7 @@ state after each step.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -62,7 +63,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + self.drop(torch.tanh(layer(x)))
-        return self.head(self.norm(x))
+        scores: Tensor = self.head(self.norm(x))
+        return scores
 
 
 class Death:
@@ -117,7 +119,8 @@ class Death:
 
     def _watch_buckets(self, elements: int) -> None:
         """At the launch of a bucket's all-reduce, and when part of the last one is on the wire."""
-        all_reduce, launched = dist.all_reduce, 0
+        all_reduce: Any = dist.all_reduce
+        launched = 0
 
         def watched(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             nonlocal launched
@@ -136,8 +139,7 @@ class Death:
 
     def _watch_restore(self) -> None:
         """While the state comes in from the shadow, half of the tensors being there."""
-        from checkmate.train import client  # noqa: PLC0415 - only in a run with Checkmate
-
+        client: Any = importlib.import_module("checkmate.train.client")  # only in a run with Checkmate
         receive_tensors = client.receive_tensors
 
         def watched(sock: Any, manifest: Any) -> NoReturn:
@@ -151,10 +153,8 @@ def _frames() -> int:
     """Frames that the plugin has sent so far; 0 without it."""
     if not os.environ.get("CHECKMATE_SHADOWS"):
         return 0
-    from checkmate.nccl_plugin.binding import Plugin  # noqa: PLC0415
-
-    counters = Plugin().counters()
-    return counters.plain_frames + counters.tagged_frames
+    counters: Any = importlib.import_module("checkmate.nccl_plugin.binding").Plugin().counters()
+    return int(counters.plain_frames + counters.tagged_frames)
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -247,7 +247,7 @@ def main() -> None:
             time.sleep(args.pause)
             loss = nn.functional.cross_entropy(training.model(x), y)
             training.optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             death.at("reduced")
             training.optimizer.step()
             death.at("stepped")
