@@ -145,5 +145,7 @@ def test_control_needs_no_torch(stage: str | None) -> None:
     script = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
