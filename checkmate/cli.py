@@ -97,7 +97,7 @@ def run_command(
     script: Annotated[Path, typer.Argument(help="Training script: any PyTorch DDP script, unmodified.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     node: Annotated[str | None, typer.Option(help="Host of the topology that this machine is.")] = None,
-    channels: Annotated[int, typer.Option(min=1, help="Rings of each all-reduce (CPU back end).")] = 2,
+    channels: Annotated[int, typer.Option(min=1, max=32, help="Rings of each all-reduce (CPU back end).")] = 2,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks before the job fails.")] = 3,
     bpf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory on a BPF file system for the counter map.")

@@ -18,6 +18,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -119,7 +120,7 @@ class Lab:
     def __enter__(self) -> Self:
         _require_root()
         self.prefix, self.directory = _claim_directory()
-        with self._stack:
+        try:
             self._lock = self._stack.enter_context(_locked(self.directory))
             self._stack.callback(_remove_lab, self.prefix, self.directory, self._keep)
             self.topology = lab_topology(self._config, self.prefix, self.directory)
@@ -131,11 +132,14 @@ class Lab:
             )
             self._build()
             self._stack.callback(self._stop_all)
-            self._stack = self._stack.pop_all()
+        except BaseException:
+            with _signals_ignored():
+                self._stack.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with _SignalsBlocked():
+        with _signals_ignored():
             self._stack.close()
 
     @property
@@ -313,6 +317,8 @@ def _claim_directory() -> tuple[str, Path]:
             (ROOT / prefix).mkdir(mode=0o700, parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise CheckmateError(f"{ROOT / prefix} cannot be made: {error.strerror}; /run must be writable") from None
         return prefix, ROOT / prefix
     raise CheckmateError(f"{ROOT} holds 100 directories of process {os.getpid()}: remove them")
 
@@ -369,20 +375,34 @@ def _ip_batch(lines: Sequence[str], netns: str | None = None) -> None:
 
 
 def _run(*argv: str, text: str | None = None) -> None:
-    result = subprocess.run(argv, input=text, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        result = subprocess.run(argv, input=text, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise CheckmateError(f"`{' '.join(argv)}` did not end within 60 s: is the machine overloaded?") from None
     if result.returncode != 0:
         reason = result.stderr.strip() or result.stdout.strip()
         raise CheckmateError(f"`{' '.join(argv)}` failed: {reason}")
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does: by KeyboardInterrupt."""
+    """SIGINT, SIGTERM and SIGHUP end the block by KeyboardInterrupt: the first one; others can't disturb the clean-up.
+
+    Those that the caller's shell had made us ignore stay ignored.
+    """
+    before = {number: signal.getsignal(number) for number in _ENDING}
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
@@ -390,16 +410,18 @@ def sigterm_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _SignalsBlocked:
-    """Hold back SIGINT and SIGTERM, so that a second Ctrl-C can't interrupt the clean-up."""
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Keep Ctrl-C from this process and from the commands that it starts: both would break off a clean-up.
 
-    _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self._HELD)
-
-    def __exit__(self, *_: object) -> None:
-        for held in self._HELD:
-            if held in signal.sigpending():
-                signal.sigtimedwait([held], 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+    A mask would not do: Python handles a signal that any thread was given. Only the main thread can be interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -56,6 +56,11 @@ def run_job(job: Job) -> None:
     local = all(topology.host(name).netns for name in group.ranks)
     if not local and job.node not in group.ranks:
         raise CheckmateError(f"--node {job.node!r} is not a host of group {group.name}: use one of {list(group.ranks)}")
+    if job.logs is not None:
+        try:
+            job.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckmateError(f"--logs {job.logs}: {error.strerror}; name a directory of yours") from None
     launch_config = _launch_config(topology, group, job, local)
     _require_own_address(launch_config.local_addr, "registrar" if local else f"management_ip of {job.node}")
     worker = ["-P", "-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]

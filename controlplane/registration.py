@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class RegistrationServer:
             self._server = self._loop.call(asyncio.start_server(self._serve, host, port, limit=messages.MAX_MESSAGE))
         except OSError as error:
             raise CheckmateError(
-                f"registrar {self._topology.registrar}: {error.strerror}; "
+                f"registrar {self._topology.registrar}: {os.strerror(error.errno or 0)}; "
                 "it must be an address of this machine, and the port free"
             ) from None
 

@@ -161,8 +161,8 @@ class ControlServer:
             self._listener = socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:
             raise CheckmateError(
-                f"control address {address[0]}:{address[1]}: {error.strerror or error}; it must be an address of this "
-                "machine, and the port free"
+                f"control address {address[0]}:{address[1]}: {os.strerror(error.errno or 0)}; it must be an address of "
+                "this machine, and the port free"
             ) from None
         self._thread = threading.Thread(target=self._accept, name="shadow-control")
 

@@ -25,6 +25,7 @@ _POLL_SLICE_S = 0.2
 _MAX_EVENTS = 64
 _ERROR_BYTES = 1024
 _MIN_MTU = 576
+_MAX_COUNT = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,12 @@ class RxConfig:
     huge_pages: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_op_bytes", "sets", "pool_bytes", "reorder_bytes", "max_flows", "memory_mb"):
+        for name in ("max_op_bytes", "pool_bytes", "reorder_bytes"):
             if getattr(self, name) < 1:
                 raise CheckmateError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("sets", "max_flows", "memory_mb"):
+            if not 1 <= getattr(self, name) <= _MAX_COUNT:
+                raise CheckmateError(f"{name} is {getattr(self, name)}: it must be 1 to {_MAX_COUNT}")
         if not 0 < self.dscp < 64:
             raise CheckmateError(f"dscp is {self.dscp}: it must be a non-zero mask of the 6-bit field")
         if self.gap_timeout_s <= 0:
