@@ -223,3 +223,8 @@ def test_the_token(tmp_path: Path) -> None:
 def test_a_name_that_does_not_exist() -> None:
     with pytest.raises(CheckmateError, match="no host is named 'node9'; did you mean"):
         Topology.from_dict(GOOD).host("node9")
+
+
+def test_the_example_is_a_topology() -> None:
+    topology = load_topology(Path(__file__).parents[2] / "examples" / "topology.yaml")
+    assert [host.name for host in topology.hosts] == ["node0", "node1"]
