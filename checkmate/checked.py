@@ -204,7 +204,7 @@ class UniqueKeys(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "aliases are not allowed; write it out", event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
