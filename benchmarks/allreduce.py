@@ -27,6 +27,7 @@ import torch.distributed as dist
 from common import (
     MIB,
     Spread,
+    add_kinds_option,
     add_output_options,
     add_placement_options,
     console,
@@ -52,9 +53,9 @@ from checkmate.train.client import Client
 from checkmate.train.settings import Settings
 
 PORT = 29500
-VARIANTS = {"switch": ("tagged", "untagged", "gloo"), "bridge": ("untagged", "gloo")}
-COMPARED = (("tagged", "untagged"), ("tagged", "gloo"), ("untagged", "gloo"))
-TARGETS = {("tagged", "untagged"): 0.95, ("tagged", "gloo"): 1.0}
+TAGGED, UNTAGGED, GLOO = KINDS = ("tagged", "untagged", "gloo")
+COMPARED = ((TAGGED, UNTAGGED), (TAGGED, GLOO), (UNTAGGED, GLOO))
+TARGETS = {"tagged/untagged": 0.95, "tagged/gloo": 1.0}
 SETS = 8
 """Iterations that the shadow may hold: without a seed it keeps all but one as long as it can."""
 BEGIN_S = 10.0
@@ -70,6 +71,7 @@ class Options:
     """
 
     network: str
+    kinds: tuple[str, ...]
     ranks: int
     mtu: int
     sizes: tuple[int, ...]
@@ -102,15 +104,14 @@ class Measured:
 
 def run(options: Options, to: Console) -> Measured:
     """Measure. Raises CheckmateError when a rank fails."""
-    variants = VARIANTS[options.network]
-    seconds: dict[int, dict[str, list[float]]] = {size: {name: [] for name in variants} for size in options.sizes}
+    seconds: dict[int, dict[str, list[float]]] = {size: {kind: [] for kind in options.kinds} for size in options.sizes}
     cpu_seconds = copy.deepcopy(seconds)
 
     def command(rank: int) -> list[str]:
-        job = {"rank": rank, "master": network.nodes[0].address, "variants": variants, **asdict(options)}
+        job = {"rank": rank, "master": network.nodes[0].address, **asdict(options)}
         return [__file__, "--worker", json.dumps(job)]
 
-    total = len(options.sizes) * len(variants) * options.repetitions
+    total = len(options.sizes) * len(options.kinds) * options.repetitions
     with _network(options) as network, Ranks(network, command, options.cpus) as ranks:
         tagged_bytes = 0
         with progress(to, "all-reduce", total) as step:
@@ -118,9 +119,9 @@ def run(options: Options, to: Console) -> Measured:
                 for report in ranks.reports(rank, SILENCE_S):
                     tagged_bytes += report.get("tagged_bytes", 0)
                     if "seconds" in report:
-                        seconds[report["size"]][report["variant"]].append(report["seconds"])
-                        cpu_seconds[report["size"]][report["variant"]].append(report["cpu_seconds"])
-                        step(f"{report['size'] / MIB:g} MiB {report['variant']}")
+                        seconds[report["size"]][report["kind"]].append(report["seconds"])
+                        cpu_seconds[report["size"]][report["kind"]].append(report["cpu_seconds"])
+                        step(f"{report['size'] / MIB:g} MiB {report['kind']}")
         return Measured(seconds, cpu_seconds, _mirrored(network.services, tagged_bytes) if network.services else None)
 
 
@@ -156,11 +157,12 @@ class _Worker:
         dist.init_process_group(
             "checkmate", init_method=master, rank=self._rank, world_size=job["ranks"], timeout=limit
         )
-        self._groups = dict.fromkeys(job["variants"], dist.group.WORLD)
-        self._groups["gloo"] = dist.new_group(backend="gloo", timeout=limit)
+        self._groups = dict.fromkeys(job["kinds"], dist.group.WORLD)
+        if GLOO in self._groups:
+            self._groups[GLOO] = dist.new_group(backend="gloo", timeout=limit)
         self._plugin = Plugin()
         self._iteration = 0
-        if "tagged" in self._groups:
+        if TAGGED in self._groups:
             self._plugin.set_incarnation(self._begin())
 
     def run(self) -> None:
@@ -180,24 +182,24 @@ class _Worker:
         return int(number)
 
     def _measure(self, tensor: torch.Tensor, size: int) -> None:
-        slowest = max(self._block(name, tensor, 2)[0] for name in self._groups)
+        slowest = max(self._block(kind, tensor, 2)[0] for kind in self._groups)
         count = torch.tensor(max(2, int(self._job["block_s"] / slowest)))
         dist.broadcast(count, 0)
         for repetition in range(self._job["repetitions"]):
-            for name in turns(list(self._groups), repetition):
-                seconds, cpu_seconds = self._block(name, tensor, int(count))
+            for kind in turns(list(self._groups), repetition):
+                seconds, cpu_seconds = self._block(kind, tensor, int(count))
                 if self._rank == 0:
-                    self._say(size=size, variant=name, seconds=seconds, cpu_seconds=cpu_seconds)
+                    self._say(size=size, kind=kind, seconds=seconds, cpu_seconds=cpu_seconds)
 
-    def _block(self, name: str, tensor: torch.Tensor, count: int) -> tuple[float, float]:
+    def _block(self, kind: str, tensor: torch.Tensor, count: int) -> tuple[float, float]:
         """Seconds and all ranks' CPU seconds per all-reduce, of ``count`` in a row."""
-        group = self._groups[name]
-        if name == "tagged":
+        group = self._groups[kind]
+        if kind == TAGGED:
             self._plugin.register_bucket(tensor.data_ptr(), tensor.nbytes, 0)
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(count):
-            self._iteration += name == "tagged"
+            self._iteration += kind == TAGGED
             self._plugin.set_iteration(self._iteration)
             dist.all_reduce(tensor, group=group)
         elapsed, cpu = time.perf_counter() - start, torch.tensor([time.process_time() - cpu_start])
@@ -233,17 +235,16 @@ class Row:
 def summarise(measured: Measured, ranks: int) -> list[Row]:
     """Rows by size."""
     rows = []
-    for size, by_variant in measured.seconds.items():
+    for size, by_kind in measured.seconds.items():
         rates = {
-            name: [2 * (ranks - 1) / ranks * size / value / 1e6 for value in values]
-            for name, values in by_variant.items()
+            kind: [2 * (ranks - 1) / ranks * size / value / 1e6 for value in values] for kind, values in by_kind.items()
         }
         cpu = measured.cpu_seconds[size]
         pairs = [(a, b) for a, b in COMPARED if a in rates and b in rates]
         rows.append(
             Row(
                 size,
-                {name: Spread.of(values) for name, values in rates.items()},
+                {kind: Spread.of(values) for kind, values in rates.items()},
                 {f"{a}/{b}": ratios(rates[a], rates[b]) for a, b in pairs},
                 {f"{a}/{b}": ratios(cpu[b], cpu[a]) for a, b in pairs},
             )
@@ -276,9 +277,8 @@ def show(rows: Sequence[Row], options: Options, mirrored: Mirrored | None, to: C
     table.add_row("all", *blanks, *(f"{value:.2f}" for value in overall([row.ratios for row in rows]).values()))
     cpu = overall([row.cpu_ratios for row in rows])
     table.add_row("CPU", *blanks, *(f"{value:.2f}" for value in cpu.values()))
-    if options.network == "switch":
-        goals = [TARGETS.get((a, b)) for a, b in COMPARED]
-        table.add_row("target", *blanks, *(f"≥ {goal:.2f}" if goal else "" for goal in goals))
+    goals = [TARGETS.get(name) for name in cpu]
+    table.add_row("target", *blanks, *(f"≥ {goal:.2f}" if goal else "" for goal in goals))
     to.print(table)
     if mirrored:
         to.print(
@@ -302,14 +302,15 @@ def plot(rows: Sequence[Row], axes: Axes) -> None:
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=tuple(VARIANTS), default="switch")
+    parser.add_argument("--network", choices=("switch", "bridge"), default="switch")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--block-seconds", type=float, default=0.4)
+    parser.add_argument("--block-s", type=float, default=0.4)
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--slice-bytes", type=int, default=MIB)
+    add_kinds_option(parser, KINDS)
     add_placement_options(parser)
     add_output_options(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -317,18 +318,9 @@ def main() -> None:
     if arguments.worker:
         _work(arguments.worker)
         return
-    options = Options(
-        network=arguments.network,
-        ranks=arguments.ranks,
-        mtu=arguments.mtu,
-        sizes=tuple(size * MIB for size in arguments.sizes),
-        repetitions=arguments.repetitions,
-        block_s=arguments.block_seconds,
-        channels=arguments.channels,
-        slice_bytes=arguments.slice_bytes,
-        cpus=arguments.cpus,
-        rack_cpus=arguments.rack_cpus,
-    )
+    kinds = tuple(kind for kind in arguments.kinds if kind != TAGGED or arguments.network == "switch")
+    given = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
+    options = Options(**{**given, "kinds": kinds, "sizes": tuple(size * MIB for size in arguments.sizes)})
     to = console(arguments)
     measured = run(options, to)
     rows = summarise(measured, options.ranks)

@@ -64,6 +64,18 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot to this file (.png, .svg, .pdf)")
 
 
+def add_kinds_option(parser: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
+    """``--kinds``: those of ``kinds`` to measure; all by default."""
+
+    def choose(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if not set(chosen) <= set(kinds):
+            raise argparse.ArgumentTypeError(f"{text}: choose of {', '.join(kinds)}")
+        return chosen
+
+    parser.add_argument("--kinds", type=choose, default=tuple(kinds), help=f"with commas, of {', '.join(kinds)}")
+
+
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
     """``--cpus`` and ``--rack-cpus``: by default half of the CPUs each; both empty: anywhere."""
     cpus = sorted(os.sched_getaffinity(0))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import (
     Spread,
+    add_kinds_option,
     add_output_options,
     add_placement_options,
     console,
@@ -352,13 +353,6 @@ def plot(rows: Sequence[Row], axes: Axes) -> None:
     axes.set(ylabel="iterations/s")
 
 
-def _kinds(text: str) -> tuple[str, ...]:
-    kinds = tuple(text.split(","))
-    if NONE not in kinds or not set(kinds) <= set(VARIANTS):
-        raise argparse.ArgumentTypeError(f"{NONE}, which is compared with, and others of {', '.join(VARIANTS)}")
-    return kinds
-
-
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,7 +365,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="iterations of a block")
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--storage", default="/var/tmp", help="directory on the disk that files are saved to")
-    parser.add_argument("--kinds", type=_kinds, default=VARIANTS, help=f"with commas, of {', '.join(VARIANTS)}")
+    add_kinds_option(parser, VARIANTS)
     add_placement_options(parser)
     add_output_options(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -379,6 +373,8 @@ def main() -> None:
     if arguments.worker:
         _work(arguments.worker)
         return
+    if NONE not in arguments.kinds:
+        parser.error(f"--kinds: the others are compared with {NONE}")
     names = set(Options.__dataclass_fields__)
     options = Options(**{name: value for name, value in vars(arguments).items() if name in names})
     to = console(arguments)

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -33,6 +34,8 @@
 /* Ports without a descriptor to wait on are looked at after a sleep that doubles between these. */
 #define MIN_BACKOFF_US 20u
 #define MAX_BACKOFF_US 2000u
+/* Before what else the processor has to do: what waits too long is lost. As far as it is permitted. */
+#define NICER 10
 
 struct ckm_ports {
     struct ckm_core *core;
@@ -177,6 +180,7 @@ static void *run(void *argument)
 {
     struct ckm_ports *ports = argument;
     pthread_setname_np(pthread_self(), "checkmate-rx");
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) - NICER); /* on Linux, of this thread alone */
     ports->failed =
         ckm_eal_enter(ports->configs, ports->n, ports->memory_mb, ports->huge_pages, ports->error, ports->error_size);
     if (ports->failed) {
