@@ -32,7 +32,7 @@ CHANNELS = (1, 2, 4)
 LINKS = {"1500": (1500, 0), "9000": (9000, 0), "1500 lossy": (1500, 40), "9000 lossy": (9000, 25)}
 """MTU, and of how many packets one gets lost at each place (0: of none).
 
-On lossy links nothing is segmented after the sender's capture: what is seen is what is lost and sent again.
+On lossy links nothing is left to the hardware: packets are seen as they are lost and sent again, check sums included.
 """
 CASES = [
     pytest.param(name, ranks, channels, id=f"{name}-{ranks}-ranks-{channels}-channels")
@@ -136,7 +136,7 @@ def _make_lossy(rack: Rack, one_in: int) -> None:
         (nic,) = host.nics
         assert host.netns is not None
         inside = ["nsenter", f"--net=/run/netns/{host.netns}", "ethtool", "-K", nic.name]
-        link.run(*inside, "tso", "off", "gso", "off", "gro", "off")
+        link.run(*inside, "tx", "off", "tso", "off", "gso", "off", "gro", "off")
         link.run("tc", "-n", host.netns, "qdisc", "add", "dev", nic.name, "clsact")
         link.lose(host.netns, nic.name, one_in)
         link.lose(topology.switch.netns, topology.switch.interfaces[nic.port], one_in)
