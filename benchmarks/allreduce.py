@@ -47,7 +47,7 @@ from rich.table import Table
 from checkmate.config import CheckmateError
 from checkmate.lab import Placement
 from checkmate.nccl_plugin.binding import Plugin
-from checkmate.nccl_plugin.ring.backend import CHANNELS, SLICE_BYTES
+from checkmate.nccl_plugin.ring.backend import CHANNELS, DEFAULT_CHANNELS, DEFAULT_SLICE_BYTES, SLICE_BYTES
 from checkmate.services import Services
 from checkmate.train.client import Client
 from checkmate.train.settings import Settings
@@ -308,8 +308,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--block-s", type=float, default=0.4)
-    parser.add_argument("--channels", type=int, default=2)
-    parser.add_argument("--slice-bytes", type=int, default=MIB)
+    parser.add_argument("--channels", type=int, default=DEFAULT_CHANNELS)
+    parser.add_argument("--slice-bytes", type=int, default=DEFAULT_SLICE_BYTES)
     add_kinds_option(parser, KINDS)
     add_placement_options(parser)
     add_output_options(parser)
