@@ -687,7 +687,7 @@ def test_one_status_socket_one_shadow(shadow: Shadow, tmp_path: Path) -> None:
     with Shadow(config(tmp_path, status=stale), make_receiver=FakeReceiver):
         assert local.query(stale)["committed"] is None
     assert not stale.exists()
-    with pytest.raises(CheckmateError, match="is it running"):
+    with pytest.raises(CheckmateError, match="a shadow or controller that runs"):
         local.query(stale)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckmateError, match="there is a file of that name"):
