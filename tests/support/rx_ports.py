@@ -147,7 +147,7 @@ def see_driver_drops(link: Link) -> None:
             link.send(sender, iteration)
             time.sleep(0.05)
         events = receiver.poll(0)
-        for resumed in range(iteration + 1, iteration + 7):
+        for resumed in range(iteration + 1, iteration + 21):
             content = trickle(link, sender, receiver, resumed)
             events += receiver.poll(1)
             if completed(resumed)(events):
