@@ -15,10 +15,9 @@
 #include "log.h"
 #include "param.h"
 
-#define MAX_DEVICES    32
-#define DEFAULT_SPEED  10000 /* Mbit/s, for interfaces that do not tell theirs */
-#define DEFAULT_NAMES  "^lo,docker"
-#define VIRTUAL_BUFFER 131072
+#define MAX_DEVICES   32
+#define DEFAULT_SPEED 10000 /* Mbit/s, for interfaces that do not tell theirs */
+#define DEFAULT_NAMES "^lo,docker"
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct ckm_device devices[MAX_DEVICES];
@@ -93,14 +92,6 @@ static void query_pci_path(const char *name, char *out, size_t bytes)
         strcpy(out, real);
 }
 
-static int socket_buffer(const struct ckm_device *device)
-{
-    long bytes = ckm_param_number(CKM_SOCKET_BUFFER);
-    if (bytes >= 0)
-        return (int)bytes;
-    return *device->pci_path ? 0 : VIRTUAL_BUFFER;
-}
-
 static void add_devices(const struct ifaddrs *all, const char *pattern, int sock)
 {
     for (const struct ifaddrs *i = all; i && ndevices < MAX_DEVICES; i = i->ifa_next) {
@@ -117,7 +108,7 @@ static void add_devices(const struct ifaddrs *all, const char *pattern, int sock
         device->speed = query_speed(sock, device->name);
         device->mtu = query_mtu(sock, device->name);
         query_pci_path(device->name, device->pci_path, sizeof device->pci_path);
-        device->socket_buffer = socket_buffer(device);
+        device->socket_buffer = (int)ckm_param_number(CKM_SOCKET_BUFFER);
     }
 }
 

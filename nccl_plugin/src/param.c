@@ -32,11 +32,9 @@ static struct param params[CKM_PARAMS] = {
                         "Milliseconds until a handshake that does not finish, or a peer that no longer acknowledges "
                         "data, is an error.",
                         100, 86400000, "", 0},
-    [CKM_SOCKET_BUFFER] = {"CHECKMATE_SOCKET_BUFFER", "-1",
-                           "Bytes of the send and of the receive buffer of a connection. 0: the kernel adapts them. "
-                           "-1: 131072 on virtual interfaces, where data queued beyond the cache costs more than it "
-                           "gains; as 0 on others.",
-                           -1, 1 << 30, "", 0},
+    [CKM_SOCKET_BUFFER] = {"CHECKMATE_SOCKET_BUFFER", "0",
+                           "Bytes of the send and of the receive buffer of a connection. 0: the kernel adapts them.", 0,
+                           1 << 30, "", 0},
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -8,7 +8,7 @@ static void test_defaults(void)
 {
     CHECK_EQ(ckm_param_number(CKM_TIMEOUT_MS), 60000);
     CHECK_EQ(ckm_param_number(CKM_DSCP), 0x20);
-    CHECK_EQ(ckm_param_number(CKM_SOCKET_BUFFER), -1);
+    CHECK_EQ(ckm_param_number(CKM_SOCKET_BUFFER), 0);
     CHECK(strcmp(ckm_param_text(CKM_IFNAME), "") == 0);
 }
 
