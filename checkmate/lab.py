@@ -270,13 +270,16 @@ class Lab:
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> int:
-    """Ask the process and its session to end, kill what is left after ``seconds``; returns its exit status."""
+    """Ask the process to end, kill what is left of its session after ``seconds``; returns its exit status.
+
+    One that had ended before is left alone: its number may be another group's by now.
+    """
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return process.wait(seconds)
 
 
