@@ -87,8 +87,6 @@ class Demos:
                 text=True,
                 env={**os.environ, "TMPDIR": str(temporary)},
                 start_new_session=True,
-                # A shell that runs the tests in the background makes them, and so the demo, ignore Ctrl-C.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         demo = Demo(folder, process)
         self._demos.append(demo)
