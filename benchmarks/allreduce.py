@@ -31,6 +31,7 @@ from common import (
     add_output_options,
     add_placement_options,
     console,
+    count,
     draw,
     numbers,
     print_json,
@@ -303,12 +304,12 @@ def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=("switch", "bridge"), default="switch")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=count, default=9)
     parser.add_argument("--block-s", type=float, default=0.4)
-    parser.add_argument("--channels", type=int, default=DEFAULT_CHANNELS)
+    parser.add_argument("--channels", type=count, default=DEFAULT_CHANNELS)
     parser.add_argument("--slice-bytes", type=int, default=DEFAULT_SLICE_BYTES)
     add_kinds_option(parser, KINDS)
     add_placement_options(parser)

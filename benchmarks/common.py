@@ -33,6 +33,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
+        if len(values) == 1:
+            return cls(*values * 5)
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, lower, upper, min(values), max(values))
 
@@ -56,6 +58,13 @@ def turns(names: Sequence[str], repetition: int) -> list[str]:
 def numbers(text: str) -> tuple[int, ...]:
     """Of the form "1,4,16"."""
     return tuple(int(part) for part in text.split(",") if part)
+
+
+def count(text: str) -> int:
+    """An option's value that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return int(text)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

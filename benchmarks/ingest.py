@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cffi import FFI
+from common import count
 from rich.console import Console
 from rich.table import Table
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--payloads", default="1448,8948", help="TCP payload bytes of a packet, comma-separated")
     parser.add_argument("--megabytes", type=float, default=32, help="gradients of one all-reduce")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=count, default=9)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     nbytes = int(options.megabytes * 1e6) // 4 * 4

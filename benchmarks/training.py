@@ -29,6 +29,7 @@ from common import (
     add_output_options,
     add_placement_options,
     console,
+    count,
     draw,
     print_json,
     progress,
@@ -170,7 +171,7 @@ class _Job:
 
         def command(rank: int) -> list[str]:
             worker = [__file__, "--worker", json.dumps({"rank": rank, **job})]
-            return ["-m", "checkmate.train.bootstrap", *worker]
+            return ["-P", "-m", "checkmate.train.bootstrap", *worker]
 
         env = {"PYTHONPATH": str(Path(__file__).parent)}
         self._ranks = Ranks(network, command, options.cpus, env if name == CHECKMATE else {**env, SHADOWS: None})
@@ -356,14 +357,14 @@ def plot(rows: Sequence[Row], axes: Axes) -> None:
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--params", type=int, default=3_000_000)
-    parser.add_argument("--batch", type=int, default=2, help="windows per rank and iteration")
-    parser.add_argument("--block", type=int, default=64, help="tokens per window")
+    parser.add_argument("--params", type=count, default=3_000_000)
+    parser.add_argument("--batch", type=count, default=2, help="windows per rank and iteration")
+    parser.add_argument("--block", type=count, default=64, help="tokens per window")
     parser.add_argument("--bucket-cap-mb", type=float, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="iterations of a block")
-    parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--steps", type=count, default=10, help="iterations of a block")
+    parser.add_argument("--repetitions", type=count, default=12)
     parser.add_argument("--storage", default="/var/tmp", help="directory on the disk that files are saved to")
     add_kinds_option(parser, VARIANTS)
     add_placement_options(parser)

@@ -34,10 +34,12 @@ from checkmate.topology import Endpoint, Group, Host, Nic, Shadow, Switch, Topol
 ROOT = Path("/run/checkmate")
 _PREFIX = re.compile(r"ckm\d+(-\d+)?")
 _STOP_SECONDS = 10.0
+_DROP_ALL = "1,6 0 0 2,"  # classic BPF of one instruction: return TC_ACT_SHOT
 _STEER = 'for mask in /sys/class/net/*/queues/rx-*/rps_cpus; do echo "$1" > "$mask" || exit; done'
 _MOUNTS = {"bpf": "mode=0700", "cgroup2": "nosuid"}
 _COMMANDS = {
     "ip": "iproute2",
+    "tc": "iproute2",
     "ethtool": "ethtool",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
@@ -244,6 +246,11 @@ class Lab:
         software = self.topology.switch.target == "bmv2"
         for node in nodes:
             for nic in node.nics:
+                if isinstance(node, Shadow):
+                    # Its packet socket has seen a frame by then; the IP layer would look up a route for each.
+                    tc = ("nsenter", f"--net=/run/netns/{node.netns}", "tc")
+                    _run(*tc, "qdisc", "add", "dev", nic.name, "clsact")
+                    _run(*tc, "filter", "add", "dev", nic.name, "ingress", "bpf", "bytecode", _DROP_ALL, "da")
                 # A shadow must get packets of at most the MTU with valid checksums: the kernel segments before it.
                 if software or isinstance(node, Shadow):
                     port = self.topology.switch.interfaces[nic.port]

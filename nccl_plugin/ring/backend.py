@@ -26,7 +26,7 @@ from checkmate.nccl_plugin.ring.work import Completer, RingWork
 CHANNELS = "CHECKMATE_CHANNELS"
 SLICE_BYTES = "CHECKMATE_SLICE_BYTES"
 DEFAULT_CHANNELS = 2
-DEFAULT_SLICE_BYTES = 1 << 18
+DEFAULT_SLICE_BYTES = 60 << 10  # with its header in one segmentation-offload packet of at most 64 KiB
 MAX_CHANNELS = 32
 MAX_SLICE_BYTES = 64 << 20
 

@@ -20,6 +20,8 @@ pytestmark = [*needs_root, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 10
 ARGUMENTS = [f"--steps={STEPS}", "--params=100000", "--bucket-cap-mb=0.2", "--seed=3"]
 RENDEZVOUS_PORT = 29500
+TORCH_ABORT = "terminate called without an active exception"
+"""A thread of torch's rarely ends plain torchrun so, at the interpreter's exit."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += [str(examples.TRAIN), *ARGUMENTS, f"--out={out}", f"--metrics={losses}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHECKMATE_")}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, env=environment)
+    for _attempt in range(2):
+        losses.unlink(missing_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, env=environment)
+        if TORCH_ABORT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert len(losses.read_text().splitlines()) == 2 * STEPS
     return out

@@ -118,6 +118,8 @@ def test_a_restored_run_continues_bit_for_bit(
         if self._step == stop:
             self._seeder.request("test")
         slow(self)
+        if self._step == stop:
+            assert self._seeder.wait(10)  # the kill that follows would break it off
 
     monkeypatch.setattr(checkpoint_module.Checkpoint, "_settle", settle)
     restarted()
