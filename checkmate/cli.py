@@ -226,6 +226,41 @@ def export(
     print_json({"step": export_state(socket, out), "path": str(out)})
 
 
+@app.command()
+def costmodel(
+    params: Annotated[float, typer.Option(help="Model parameters.")] = 405e9,
+    bytes_per_param: Annotated[float, typer.Option(help="Bytes of a checkpoint for each parameter.")] = 6,
+    gpus: Annotated[int, typer.Option(help="GPUs of the job.")] = 16_384,
+    hours: Annotated[float, typer.Option(help="Length of the run.")] = 54 * 24,
+    failures: Annotated[float, typer.Option(help="Interruptions of the job in that time.")] = 419,
+    storage_gb_per_s: Annotated[float, typer.Option(help="Write rate of all storage together, 10⁹ bytes/s.")] = 2000,
+    iteration_s: Annotated[float, typer.Option(help="Seconds of an iteration.")] = 4.58,
+    shards: Annotated[int, typer.Option(help="Data-parallel groups: tensor times pipeline ranks.")] = 128,
+    shadow_share: Annotated[float, typer.Option(help="Cost of shadows and ports, fraction of the whole.")] = 0.003125,
+    in_flight: Annotated[int, typer.Option(help="N: overlapping checkpoints.")] = 2,
+    write_s: Annotated[float | None, typer.Option(help="T_w of an overlapping checkpoint; none: not shown.")] = None,
+    slowdown: Annotated[float, typer.Option(help="q: factor that overlap may slow an iteration by.")] = 1.05,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write plots (.png, .svg, .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """What checkpoints cost a cluster, and what the papers say it costs. Defaults: the Llama 3 405B run."""
+    from checkmate import costreport  # noqa: PLC0415
+    from checkmate.costmodel import Cluster  # noqa: PLC0415
+
+    if not (gpus > 0 and hours > 0):
+        raise CheckmateError(f"--gpus {gpus}, --hours {hours:g}: both must be more than 0")
+    rate, storage = failures / (gpus * hours), 1e9 * storage_gb_per_s
+    cluster = Cluster(params, bytes_per_param, gpus, hours, rate, storage, iteration_s, shards, shadow_share)
+    overlap = None if write_s is None else costreport.Overlap(in_flight, write_s, slowdown)
+    outcomes = costreport.published()
+    if plot:
+        costreport.draw(plot, cluster)
+    if as_json:
+        print_json(costreport.as_dict(cluster, overlap, outcomes))
+    else:
+        Console().print(costreport.figures_table(cluster, overlap), costreport.outcomes_table(outcomes), sep="\n\n")
+
+
 def fail(error: CheckmateError) -> int:
     """Print the error for a person; returns the exit code."""
     Console(stderr=True, soft_wrap=True).print(f"checkmate: {error}", style="bold red", markup=False, highlight=False)

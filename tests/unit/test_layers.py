@@ -14,6 +14,7 @@ VOCABULARY = {
     "checked",
     "compare",
     "config",
+    "costmodel",
     "crc32c",
     "metrics",
     "plain",
@@ -34,7 +35,7 @@ STAGES: dict[str, set[str]] = {
     "examples": {"train", "nccl_plugin"},
 }
 """Each with the stages that it may import."""
-COMPOSERS = {"__main__", "cli", "demo", "lab", "launch", "progress", "rank", "services"}
+COMPOSERS = {"__main__", "cli", "costreport", "demo", "lab", "launch", "progress", "rank", "services"}
 """They put stages together; no stage and no vocabulary may import them."""
 FACADE = {"__init__": {"train"}}
 """What users import."""
