@@ -1,14 +1,14 @@
 """The plan: which entries and multicast groups the switch must hold for a topology and the shadows that are alive.
 
 ``make_plan`` is pure: the same topology and the same live shadows give the same plan, group numbers included, on every
-machine. Group numbers depend on the topology alone, so that a shadow that comes or goes changes members of
+machine. Group numbers depend on the destination's port alone, so that a shadow that comes or goes changes members of
 groups but never what a number means.
 """
 
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ REPLICATE = "CheckmateIngress.replicate"
 FLOOD = "CheckmateIngress.flood"
 
 FLOOD_GROUP = 1
-MAX_GROUP = 0xFFFF
 _COPY_SOURCE_MAC = 0x02_43_4B_00_00_00
 """Source address of copies, the shadow's port number in its low 16 bits: a capture tells them from originals."""
 
@@ -51,6 +50,7 @@ class Entry:
     """A table entry; without ``match`` it is the table's default action.
 
     ``match`` and ``params`` are in the order of the P4Info; all values are plain integers (MAC 48 bits, IPv4 32).
+    ``owner``: the job that wrote what was read from a switch, empty where nobody said so.
     """
 
     table: str
@@ -58,6 +58,7 @@ class Entry:
     action: str
     params: tuple[tuple[str, int], ...] = ()
     priority: int = 0
+    owner: str = field(default="", compare=False)
 
     @property
     def key(self) -> Key:
@@ -251,17 +252,20 @@ def receivers(topology: Topology, rules: Rules) -> frozenset[str]:
 
 
 def _numbers(topology: Topology) -> dict[tuple[int, int], tuple[int, str]]:
-    """Number and meaning of each possible multicast group, by (destination port, NIC index of the shadow)."""
-    places = [
-        ((nic.port, side), f"{group.name}: {'rank 0' if side == 0 else 'other ranks'} to {name}/{nic.name}")
+    """Number and meaning of each possible multicast group, by (destination port, NIC index of the shadow).
+
+    The destination port alone gives the number, so that jobs on one switch, which share no port, share none either.
+    """
+    return {
+        (nic.port, side): (
+            FLOOD_GROUP + 1 + 2 * nic.port + side,
+            f"{group.name}: {'rank 0' if side == 0 else 'other ranks'} to {name}/{nic.name}",
+        )
         for group in topology.groups
         for name in group.ranks
         for nic in topology.host(name).nics
         for side in (0, 1)
-    ]
-    if len(places) + FLOOD_GROUP > MAX_GROUP:
-        raise CheckmateError(f"{len(places)} multicast groups are needed, at most {MAX_GROUP} exist; use more switches")
-    return {place: (number, name) for number, (place, name) in enumerate(places, FLOOD_GROUP + 1)}
+    }
 
 
 def _replication(topology: Topology, live: AbstractSet[str]) -> tuple[list[Multicast], list[Entry]]:

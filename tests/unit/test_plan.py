@@ -163,7 +163,7 @@ def test_the_difference_is_readable() -> None:
     assert {item.table for item in change.removed if isinstance(item, Entry)} == {HEARTBEAT}
     assert all(isinstance(item, Multicast) for pair in change.changed for item in pair) and not change.added
     lines = str(change).splitlines()
-    assert "- heartbeat: ingress_port=5 ethernet.dst_addr=02:00:00:00:00:06 → replicate(group=12)" in lines
+    assert "- heartbeat: ingress_port=5 ethernet.dst_addr=02:00:00:00:00:06 → replicate(group=14)" in lines
     assert any(line.startswith("+ group ") and "port 104 rid 1" in line for line in lines)
 
 
