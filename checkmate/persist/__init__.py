@@ -1,0 +1,1 @@
+"""Checkpoints on disk: PCcheck's engine (``engine``) and what is built on it."""
