@@ -8,14 +8,28 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from ptf.target import SwitchUnderTest, ebpf_switch
+from ptf.target import TARGETS, SwitchUnderTest
+
+
+@pytest.fixture(
+    scope="module",
+    params=["ebpf", pytest.param("bmv2", marks=pytest.mark.bmv2), "tofino"],
+)
+def running_switch(request: pytest.FixtureRequest) -> Iterator[SwitchUnderTest]:
+    """Each target in turn."""
+    yield from _running(request.param)
 
 
 @pytest.fixture(scope="module")
-def running_switch() -> Iterator[SwitchUnderTest]:
+def ebpf() -> Iterator[SwitchUnderTest]:
+    """The eBPF switch, for what only a switch in the kernel sees."""
+    yield from _running("ebpf")
+
+
+def _running(target: str) -> Iterator[SwitchUnderTest]:
     if os.geteuid() != 0:
         pytest.skip("needs root for namespaces, BPF and raw sockets")
-    with ebpf_switch() as running:
+    with TARGETS[target]() as running:
         yield running
 
 

@@ -12,6 +12,9 @@ TAG = 0x20
 TOS = TAG << 2
 NOP: tuple[str, None] = ("NOP", None)
 TIMESTAMP = ("Timestamp", (123, 456))
+REGISTRAR = 4
+"""Port of the host that shadows register at."""
+REGISTRAR_TCP = 7702
 
 
 def mac(port: int) -> str:

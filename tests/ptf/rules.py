@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from ptf import frames
+from ptf.frames import REGISTRAR, REGISTRAR_TCP
 from ptf.target import PORTS, SHADOW_PORTS, TRAINER_PORTS, fence_address
 
 from checkmate import config
@@ -21,8 +22,6 @@ from checkmate.plan import (
     Ternary,
 )
 
-REGISTRAR = 4
-REGISTRAR_TCP = 7702
 FLOOD_GROUP = 1
 COPY_MAC = 0x02434B000000
 GROUPS = {

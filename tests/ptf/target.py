@@ -1,12 +1,18 @@
-"""A switch under test: programmed through P4Runtime, spoken to with frames on its ports."""
+"""Switches under test: programmed through P4Runtime, spoken to with frames on their ports."""
 
 import contextlib
+import functools
 import os
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
+from ptf import frames
+from ptf.frames import patched
 from ptf.model import Model
 from ptf.wire import Rack, Wire, rack, settle, wait_readable
 
@@ -14,17 +20,20 @@ from checkmate.controlplane.target import Counters, Kind, Target, Update
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf.loader import Switch
 from checkmate.p4.ebpf.p4runtime_server import Server
+from checkmate.p4.v1model.bmv2 import BINARY, Bmv2, pipeline
 from checkmate.plan import Rules, diff
 from checkmate.topology import Endpoint
 
 TRAINER_PORTS = (1, 2, 3, 4)
 SHADOW_PORTS = (5, 6)
 PORTS = range(1, 7)
-_ARRIVAL_S = 3.0
-_FENCE = bytes.fromhex("02fe00000000")
-"""First five bytes of the address of the frame that follows a test's frames; the last one is its port."""
+_ARRIVAL_S = 10.0
+_FENCE_MAC = 0x02FE00000000
+"""Address of a fence, the frame that follows a test's frames to a port; the last byte is that port."""
 
 Frames = dict[int, list[bytes]]
+Hop = tuple[int, int]
+"""From a port to another."""
 
 
 class Delta(NamedTuple):
@@ -36,11 +45,16 @@ class Delta(NamedTuple):
 
 @dataclass
 class SwitchUnderTest:
-    """The switch of one test run."""
+    """The switch of one test run.
 
+    ``sees_missing_groups``: its data path notices that a group is missing or empty, forwards the frame and counts it.
+    """
+
+    name: str
     control: Target
     wires: Mapping[int, Wire]
     rack: Rack
+    sees_missing_groups: bool
     rules: Rules = field(default_factory=Rules)
 
     def program(self, rules: Rules) -> None:
@@ -53,43 +67,54 @@ class SwitchUnderTest:
             self.control.apply(updates)
         self.rules = rules
 
-    def exchange(self, *frames: tuple[int, bytes]) -> Frames:
-        """Send frames into ports, in order, and collect all that leaves until the switch is quiet."""
+    def exchange(self, *sent: tuple[int, bytes]) -> Frames:
+        """Send frames into ports, in order, and collect all that leaves until the switch is quiet.
+
+        Only frames that come in by one port keep their order on every switch.
+        """
         cpus = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {min(cpus)})  # one CPU's queue keeps frames in order, the fence last
+        os.sched_setaffinity(0, {min(cpus)})  # one CPU's queue keeps frames in order, the fences last
+        out: Frames = defaultdict(list)
         try:
-            for port, frame in frames:
+            for port, frame in sent:
                 self.wires[port].send(frame)
-            for port in self.wires:
-                self.wires[1 if port != 1 else 2].send(fence(port))
-            return self._collect()
+            for hops in self._fences(sent):
+                for source, target in hops:
+                    self.wires[source].send(fence(source, target))
+                self._collect(hops, out)
+            return out
         finally:
             os.sched_setaffinity(0, cpus)
 
-    def _collect(self) -> Frames:
-        out: Frames = defaultdict(list)
-        waiting = set(self.wires)
+    def _fences(self, sent: Iterable[tuple[int, bytes]]) -> list[list[Hop]]:
+        """What follows frames on every way out, and then to the ports that they came from, where nothing may leave."""
+        sources = {port for port, _ in sent} or set(self.wires)
+        onward = [(source, target) for source in sources for target in self.wires if target != source]
+        return [onward, [(1 if source != 1 else 2, source) for source in sources]]
+
+    def _collect(self, hops: Iterable[Hop], out: Frames) -> None:
+        waiting = {fence(*hop): hop for hop in hops}
         for left in settle(_ARRIVAL_S):
             for port in self.wires:
                 while (frame := self.wires[port].receive()) is not None:
-                    if frame == fence(port):
-                        waiting.discard(port)
-                    else:
+                    if waiting.pop(frame, None) is None:
                         out[port].append(frame)
             if not waiting:
-                return out
+                return
             wait_readable(self.wires, left)
-        raise AssertionError(f"ports {sorted(waiting)} are silent: the last frame has not arrived")
+        raise AssertionError(f"frames sent last (from, to) {sorted(waiting.values())} have not arrived")
 
-    def expect(self, *frames: tuple[int, bytes]) -> Frames:
+    def expect(self, *sent: tuple[int, bytes]) -> Frames:
         """Send frames; every frame that leaves and every counter must be as the model says."""
         model = Model(self.rules, frozenset(self.wires))
         wanted: Frames = defaultdict(list)
-        for sender, frame in (*frames, *((1 if port != 1 else 2, fence(port)) for port in self.wires)):
-            for port, leaving in model.process(sender, frame).items():
-                wanted[port] += [one for one in leaving if one != fence(port)]
+        for source, frame in sent:
+            for port, leaving in model.process(source, frame).items():
+                wanted[port] += leaving
+        for source, target in (hop for hops in self._fences(sent) for hop in hops):
+            model.process(source, fence(source, target))
         before = self.counters()
-        out = self.exchange(*frames)
+        out = self.exchange(*sent)
         change = self._difference(before, self.counters())
         for port in self.wires:
             assert out[port] == wanted[port], f"port {port}: {_first_difference(out[port], wanted[port])}"
@@ -113,14 +138,18 @@ class SwitchUnderTest:
         return Delta(ports, {key: value for key, value in entries.items() if value})
 
 
-def fence(port: int) -> bytes:
-    """The frame that ends an exchange at a port."""
-    return _FENCE[:5] + bytes([port]) + bytes.fromhex("02fd00000000") + b"\x88\xb5" + b"fence".ljust(46, b"\0")
+@functools.cache
+def fence(source: int, target: int) -> bytes:
+    """The frame that ends an exchange from one port to another: what may leave any port, a shadow's too."""
+    frame = frames.tcp(
+        source, frames.REGISTRAR, [], payload=b"", tos=0, dport=frames.REGISTRAR_TCP, sport=source << 8 | target
+    )
+    return patched(frame, 0, fence_address(target).to_bytes(6, "big")).ljust(60, b"\0")
 
 
 def fence_address(port: int) -> int:
-    """Where the fence of a port goes; the rules must forward it there."""
-    return int.from_bytes(fence(port)[:6], "big")
+    """Where the fences of a port go; the rules must forward it there."""
+    return _FENCE_MAC | port
 
 
 def _first_difference(got: list[bytes], wanted: list[bytes]) -> str:
@@ -134,13 +163,51 @@ def _first_difference(got: list[bytes], wanted: list[bytes]) -> str:
 def ebpf_switch() -> Iterator[SwitchUnderTest]:
     """The eBPF switch with its P4Runtime server, in a rack of namespaces."""
     with contextlib.ExitStack() as stack:
-        built = stack.enter_context(rack(PORTS, frozenset(SHADOW_PORTS)))
-        wires = {port: Wire(netns, built.far_interface) for port, netns in built.far_netns.items()}
-        for wire in wires.values():
-            stack.callback(wire.close)
+        built, wires = stack.enter_context(_wired_rack())
         switch = stack.enter_context(Switch(built.interfaces, built.switch_netns))
         server = stack.enter_context(Server(switch, "127.0.0.1:0"))
         control = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), device_id=1)
         stack.callback(control.close)
         control.connect()
-        yield SwitchUnderTest(control, wires, built)
+        yield SwitchUnderTest("ebpf", control, wires, built, sees_missing_groups=True)
+
+
+@contextlib.contextmanager
+def bmv2_switch() -> Iterator[SwitchUnderTest]:
+    """BMv2 with our program, in a rack of namespaces."""
+    if shutil.which(BINARY) is None:
+        pytest.skip(f"{BINARY} is not on PATH")
+    with contextlib.ExitStack() as stack:
+        built, wires = stack.enter_context(_wired_rack())
+        # A socket in the file system is in reach from every namespace.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckmptf"))
+        address: Any = f"unix:{folder}/p4runtime"
+        stack.enter_context(Bmv2(built.interfaces, address, 1, built.switch_netns))
+        control = P4RuntimeTarget(address, device_id=1, device_config=pipeline(), timeout_s=30)
+        stack.callback(control.close)
+        control.connect()
+        yield SwitchUnderTest("bmv2", control, wires, built, sees_missing_groups=False)
+
+
+@contextlib.contextmanager
+def tofino_switch() -> Iterator[SwitchUnderTest]:
+    """The vendor's model of a Tofino."""
+    pytest.skip("no tofino-model on PATH: it is part of Intel's SDE")
+    yield
+
+
+@contextlib.contextmanager
+def _wired_rack() -> Iterator[tuple[Rack, Mapping[int, Wire]]]:
+    with contextlib.ExitStack() as stack:
+        built = stack.enter_context(rack(PORTS, frozenset(SHADOW_PORTS)))
+        wires = {port: Wire(netns, built.far_interface) for port, netns in built.far_netns.items()}
+        for wire in wires.values():
+            stack.callback(wire.close)
+        yield built, wires
+
+
+TARGETS: dict[str, Callable[[], contextlib.AbstractContextManager[SwitchUnderTest]]] = {
+    "ebpf": ebpf_switch,
+    "bmv2": bmv2_switch,
+    "tofino": tofino_switch,
+}

@@ -30,9 +30,9 @@ SEGMENT = 1400
 
 
 @pytest.fixture(scope="module")
-def switch(running_switch: SwitchUnderTest) -> SwitchUnderTest:
-    running_switch.program(rules())
-    return running_switch
+def switch(ebpf: SwitchUnderTest) -> SwitchUnderTest:
+    ebpf.program(rules())
+    return ebpf
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from ptf import frames
-from ptf.frames import NOP, TIMESTAMP, counter, patched, tcp
+from ptf.frames import NOP, REGISTRAR, REGISTRAR_TCP, TIMESTAMP, counter, patched, tcp
 from ptf.model import Headers, checksums_valid, parse
-from ptf.rules import COPY_MAC, GROUPS, HEARTBEATS, REGISTRAR, REGISTRAR_TCP, address, rules
+from ptf.rules import COPY_MAC, GROUPS, HEARTBEATS, address, rules
 from ptf.target import SHADOW_PORTS, TRAINER_PORTS, SwitchUnderTest
 from scapy.layers.inet import IP, UDP
 from scapy.layers.inet6 import IPv6
