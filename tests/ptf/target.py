@@ -27,6 +27,8 @@ from checkmate.topology import Endpoint
 TRAINER_PORTS = (1, 2, 3, 4)
 SHADOW_PORTS = (5, 6)
 PORTS = range(1, 7)
+BURST = 50
+"""Frames that may be on their way to one port: BMv2's queues hold 64 and drop what is more."""
 _ARRIVAL_S = 10.0
 _FENCE_MAC = 0x02FE00000000
 """Address of a fence, the frame that follows a test's frames to a port; the last byte is that port."""

@@ -7,13 +7,11 @@ import pytest
 from ptf import frames
 from ptf.frames import NOP, REGISTRAR_TCP, TIMESTAMP, counter, tcp
 from ptf.rules import rules
-from ptf.target import PORTS, SwitchUnderTest
+from ptf.target import BURST, PORTS, SwitchUnderTest
 
 pytestmark = pytest.mark.root
 
 FRAMES = 10_000
-BATCH = 50
-"""Less than the 64 frames that BMv2's queues hold: it drops what is more."""
 SEED = 20
 LEAST = 20
 """Linux drops a VLAN-tagged frame shorter than this, as on Ethernet there is none, before any program sees it."""
@@ -65,9 +63,9 @@ def test_random_frames(running_switch: SwitchUnderTest) -> None:
     running_switch.program(rules())
     rng = random.Random(SEED)
     copies = leaving = 0
-    for _ in range(FRAMES // BATCH):
+    for _ in range(FRAMES // BURST):
         source = rng.choice(PORTS)
-        out = running_switch.expect(*((source, rng.choice(MAKERS)(rng)) for _ in range(BATCH)))
+        out = running_switch.expect(*((source, rng.choice(MAKERS)(rng)) for _ in range(BURST)))
         copies += sum(len(out[port]) for port in (5, 6))
         leaving += sum(len(got) for got in out.values())
     assert copies > FRAMES // 20, "hardly any frame took the path that matters"
