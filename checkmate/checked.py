@@ -61,7 +61,7 @@ class Map:
 
     def complain(self, key: str, value: Any, advice: str) -> None:
         """Note that ``value`` cannot stand at ``key`` (of this map when empty) and what to do."""
-        self.problems.append(f"{self._at(key) or 'the file'}: {_SHORT.repr(value)} cannot be used; {advice}")
+        self.problems.append(f"{self.at(key) or 'the file'}: {_SHORT.repr(value)} cannot be used; {advice}")
 
     def take(self, key: str, parse: Callable[[Any], Any], default: Any = _REQUIRED) -> Any:
         """The parsed value, ``default`` when the key is absent, None when the value is wrong."""
@@ -69,7 +69,7 @@ class Map:
         value = self._left.pop(key, None)
         if value is None:
             if default is _REQUIRED and self.usable:
-                self.problems.append(f"{self._at(key)}: missing; {parse.__doc__}")
+                self.problems.append(f"{self.at(key)}: missing; {parse.__doc__}")
             return None if default is _REQUIRED else default
         try:
             return parse(value)
@@ -82,20 +82,21 @@ class Map:
         items = self.take(key, list_of, default=[] if allow_empty else _REQUIRED)
         if items == [] and not allow_empty:
             self.complain(key, items, "allowed: a list with at least one entry; add one")
-        path = self._at(key)
+        path = self.at(key)
         return tuple(read(Map(self.problems, f"{path}[{i}]", item)) for i, item in enumerate(items or ()))
 
-    def take_map(self, key: str, read: Callable[["Map"], Any]) -> Any:
+    def take_map(self, key: str, read: Callable[["Map"], Any], default: Any = _REQUIRED) -> Any:
         """The map under ``key``, read by ``read``; None when there is none."""
-        value = self.take(key, anything)
-        return None if value is None else read(Map(self.problems, self._at(key), value))
+        value = self.take(key, anything, default)
+        return None if value is None else read(Map(self.problems, self.at(key), value))
 
     def finish(self) -> None:
         """Note the keys that nothing asked for."""
         for key in self._left:
-            self.problems.append(f"{self._at(key)}: unknown key; {choices(str(key), self._known)}")
+            self.problems.append(f"{self.at(key)}: unknown key; {choices(str(key), self._known)}")
 
-    def _at(self, key: Any) -> str:
+    def at(self, key: Any) -> str:
+        """Path of ``key`` of this map in the file."""
         return f"{self.path}.{key}" if self.path and key != "" else self.path or str(key)
 
 
@@ -161,6 +162,20 @@ def integer(value: Any, low: int, high: int, allowed: str | None) -> int:
     return value
 
 
+def one_of(value: Any, known: Iterable[str]) -> str:
+    """``value`` when it is one of ``known``; raises Wrong with the nearest one and all others."""
+    if value not in list(known):
+        raise Wrong(choices(str(value), known))
+    return str(value)
+
+
+def boolean(value: Any) -> bool:
+    """allowed: true or false"""
+    if not isinstance(value, bool):
+        raise Wrong(f"{boolean.__doc__}; write one of these, without quotes")
+    return value
+
+
 def tcp_port(value: Any) -> int:
     """allowed: a TCP port, 1 to 65535"""
     return integer(value, 1, 0xFFFF, tcp_port.__doc__)
@@ -196,6 +211,23 @@ def choices(given: str, known: Iterable[str]) -> str:
     return f"{guess}allowed: {', '.join(names) or 'nothing'}; write one of these"
 
 
+def line_of(root: yaml.Node, path: str) -> int:
+    """Line (from 1) at which what ``path`` names begins, or the innermost part of it that the file has."""
+    node, mark = root, root.start_mark
+    for step in re.findall(r"[^.\[\]]+", path):
+        if isinstance(node, yaml.MappingNode):
+            found = next(((key, value) for key, value in node.value if key.value == step), None)
+            if found is None:
+                break
+            mark, node = found[0].start_mark, found[1]
+        elif isinstance(node, yaml.SequenceNode) and step.isdecimal() and int(step) < len(node.value):
+            node = node.value[int(step)]
+            mark = node.start_mark
+        else:
+            break
+    return mark.line + 1
+
+
 class UniqueKeys(yaml.SafeLoader):
     """YAML silently keeps the last of two equal keys: that would hide a port given twice.
 
@@ -217,3 +249,13 @@ class UniqueKeys(yaml.SafeLoader):
                     None, None, f"the key {key!r} is given twice; remove one", node.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
+    """The root of a YAML document, for ``line_of``, and its content; raises yaml.YAMLError or ValueError."""
+    loader = UniqueKeys(text)
+    try:
+        root: yaml.Node | None = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()

@@ -22,6 +22,15 @@ P4RUNTIME_PORT = 9559
 SHADOW_RID = 1
 """Replica id of copies for a shadow's port; replicas for the next rank have rid 0."""
 
+POLICIES = ("isolate", "lossless")
+"""What a hardware switch does when a shadow is slower than training: drop its copies, or pause the senders (PFC)."""
+
+TAGGED_CLASS = 4
+"""Traffic class of tagged frames in a hardware switch: ingress class, queue of each port, and PFC priority.
+
+4 is where NICs that trust the DSCP put the default tag, 0x20, by themselves (priority = DSCP >> 3).
+"""
+
 ENV_PREFIX = "CHECKMATE_"
 
 

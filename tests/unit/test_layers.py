@@ -20,6 +20,8 @@ VOCABULARY = {
     "plain",
     "plan",
     "protocol",
+    "rack",
+    "rack_checks",
     "status",
     "tensors",
     "topology",

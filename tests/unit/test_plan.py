@@ -43,7 +43,7 @@ TOPOLOGY = Topology.from_dict(
         "mtu": 9000,
         "token_file": "/nowhere/token",
         "registrar": "10.255.0.1:7702",
-        "switch": {"target": "tofino", "p4runtime": "127.0.0.1:9559"},
+        "switch": {"target": "bmv2", "p4runtime": "127.0.0.1:9559"},
         "hosts": [
             {"name": name, "management_ip": f"10.255.0.{port}", "nics": [nic("eth0", port)]}
             for name, port in PORTS.items()
