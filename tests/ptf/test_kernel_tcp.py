@@ -27,6 +27,8 @@ SENDER, RECEIVER, SHADOW = 1, 2, 5
 TCP_PORT = 5001
 STREAM_BYTES = 1 << 20
 HEADERS = 14
+SMALL_WINDOW = 1 << 15
+"""Keeps the frames on their way below the 64 that BMv2's queues hold."""
 TIMEOUT_S = 20
 _WANTED = 1
 
@@ -73,10 +75,11 @@ def inside(switch: SwitchUnderTest, port: int) -> Iterator[None]:
 
 
 def offload(switch: SwitchUnderTest, setting: str) -> None:
-    """Turn the sender's offloads ``on`` or ``off``."""
+    """Turn the hosts' offloads ``on`` or ``off``."""
     command = ["ethtool", "-K", switch.rack.far_interface, "tx", setting, "tso", setting, "gso", setting]
-    with inside(switch, SENDER):
-        subprocess.run(command, check=True, capture_output=True)
+    for port in (SENDER, RECEIVER):
+        with inside(switch, port):
+            subprocess.run(command, check=True, capture_output=True)
 
 
 def transfer(switch: SwitchUnderTest, counter_map: Path, data: bytes, base: int, segment: int | None) -> bytes:
@@ -84,6 +87,8 @@ def transfer(switch: SwitchUnderTest, counter_map: Path, data: bytes, base: int,
     received = bytearray()
     with inside(switch, RECEIVER):
         listener = socket.create_server((frames.ip(RECEIVER), TCP_PORT))
+    if switch.name == "bmv2":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_WINDOW)
     with inside(switch, SENDER):
         sender = socket.socket()
 
@@ -132,6 +137,8 @@ def reassembled(copies: list[bytes], base: int, size: int) -> bytes:
 def test_a_tagged_flow(
     switch: SwitchUnderTest, counter_map: Path, base: int, segment: int | None, setting: str
 ) -> None:
+    if setting == "on" and switch.name != "ebpf":
+        pytest.skip("only a switch in the kernel takes frames that are not finished")
     rack = switch.rack
     offload(switch, setting)
     data = secrets.token_bytes(STREAM_BYTES)
