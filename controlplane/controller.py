@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from checkmate.config import CheckmateError
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.reconcile import Outcome, reconcile
 from checkmate.controlplane.registration import RegistrationServer
-from checkmate.controlplane.target import Counters, Target, TargetError
-from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
+from checkmate.controlplane.target import Counters, NotPrimaryError, Target
+from checkmate.controlplane.targets import target_of
 from checkmate.plan import Plan, make_plan, receivers, show
 from checkmate.status import StatusServer
 from checkmate.topology import Topology
@@ -41,6 +42,7 @@ class _State:
     """What the worker last saw; replaced, never changed, so that other threads can read it."""
 
     plan: Plan
+    primary: bool = False
     in_sync: bool = False
     error: str = ""
     written: int = 0
@@ -52,6 +54,8 @@ class Controller:
     """Registers shadows and keeps the switch in step, between ``start`` and ``close`` (or as a context manager).
 
     ``status_socket``: Unix socket that serves ``status()`` as JSON. ``target``: None for the switch of the topology.
+    ``standby``: leave the registrar's address alone until the switch has no other primary controller. A primary that
+    is outbid leaves it again, so that shadows follow whoever serves the switch.
     """
 
     def __init__(
@@ -60,17 +64,18 @@ class Controller:
         status_socket: Path | None = None,
         target: Target | None = None,
         interval_s: float = INTERVAL_S,
+        standby: bool = False,
     ) -> None:
         token = topology.read_token()
         make_plan(topology, {shadow.name for shadow in topology.shadows})  # refuses now what could never be planned
-        switch = topology.switch
         self._topology = topology
-        self._target = target or P4RuntimeTarget(switch.p4runtime, switch.device_id)
+        self._target = target or target_of(topology)
         self._interval_s = interval_s
+        self._standby = standby
         self._state = _State(make_plan(topology, frozenset()))
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_KEPT_ALARMS)
         self._inherited: frozenset[str] | None = None
-        self._grace_ends = 0.0
+        self._grace_ends: float | None = None
         self._stopping = False
         self._wake = threading.Event()
         self._loop = LoopThread("control-plane")
@@ -82,7 +87,8 @@ class Controller:
     def start(self) -> None:
         """Start; raises CheckmateError when an address cannot be used. The switch may come up later."""
         try:
-            self._registration.start()
+            if not self._standby:
+                self._registration.start()
             if self._status_socket is not None:
                 self._status_server = StatusServer(self._status_socket, {"status": lambda _: self.status()})
                 self._status_server.start()
@@ -124,6 +130,7 @@ class Controller:
         shadows = self._registration.status()
         return {
             "job": self._topology.job,
+            "primary": state.primary,
             "in_sync": state.in_sync and live == set(state.plan.live),
             "live_shadows": sorted(live),
             "switch": {
@@ -162,9 +169,12 @@ class Controller:
         try:
             self._target.connect()
             plan = make_plan(self._topology, self._registration.live() | self._awaited())
-            outcome = reconcile(self._target, plan.rules)
+            outcome = reconcile(self._target, plan.rules, self._topology.job)
             counters = self._target.counters(list(plan.ports))
-        except TargetError as error:
+        except NotPrimaryError as error:
+            self._step_back(plan, str(error))
+            return
+        except CheckmateError as error:
             self._fail(plan, str(error))
             return
         except Exception as error:
@@ -173,20 +183,35 @@ class Controller:
             self._fail(plan, repr(error))
             return
         written = before.written + outcome.written
-        self._state = _State(plan, True, "", written, time.time(), counters)
+        self._state = _State(plan, True, True, "", written, time.time(), counters)
         self._registration.set_mirrored(frozenset(plan.live))
         self._report(before, outcome)
 
     def _awaited(self) -> frozenset[str]:
-        """Shadows that the switch copied to when we came: no copy may be missing until they have registered here."""
+        """Shadows that the switch copied to when we came: no copy may be missing until they have registered here.
+
+        Their time runs from when they can register.
+        """
         if self._inherited is None:
             self._inherited = receivers(self._topology, self._target.read())
+            self._grace_ends = None
+        if self._grace_ends is None and self._registration_is_open():
             self._grace_ends = time.monotonic() + GRACE_S
-        return self._inherited if time.monotonic() < self._grace_ends else frozenset()
+        over = self._grace_ends is not None and time.monotonic() >= self._grace_ends
+        return frozenset() if over else self._inherited
+
+    def _registration_is_open(self) -> bool:
+        """Open it if need be; the address may still be another controller's."""
+        try:
+            self._registration.start()
+        except CheckmateError as error:
+            self._alarm(str(error))
+            return False
+        return True
 
     def _report(self, before: _State, outcome: Outcome) -> None:
         for entry in outcome.dangling:
-            self._alarms.append({"time": time.time(), "text": f"entry for a missing multicast group: {entry}"})
+            self._alarm(f"entry for a missing multicast group: {entry}")
         if outcome.written or before.error:
             live = ", ".join(self._state.plan.live) or "none"
             _log.info("the switch holds the plan (%d updates); live shadows: %s", outcome.written, live)
@@ -197,8 +222,22 @@ class Controller:
         self._registration.set_mirrored(frozenset())
         if error != before.error:
             _log.warning("%s; trying again", error)
-            self._alarms.append({"time": time.time(), "text": error})
-        self._state = _State(plan, False, error, before.written, before.synchronised_at, before.counters)
+            self._alarm(error)
+        self._state = _State(plan, False, False, error, before.written, before.synchronised_at, before.counters)
+
+    def _step_back(self, plan: Plan, reason: str) -> None:
+        """Leave switch and shadows to the primary controller; whatever it did is read when we are it."""
+        before = self._state
+        self._registration.close()
+        self._inherited = None
+        if reason != before.error:
+            _log.info("%s", reason)
+        self._state = _State(plan, False, False, reason, before.written, before.synchronised_at, before.counters)
+
+    def _alarm(self, text: str) -> None:
+        """Note it for the status; an alarm that lasts is one."""
+        if not self._alarms or self._alarms[-1]["text"] != text:
+            self._alarms.append({"time": time.time(), "text": text})
 
 
 def _protection(names: tuple[str, ...], shadows: dict[str, dict[str, object]]) -> dict[str, object]:

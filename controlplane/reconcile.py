@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from checkmate.controlplane.ownership import scope
 from checkmate.controlplane.target import Kind, Target, TargetError, Update
 from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Item, Multicast, Rules, diff
 
@@ -26,20 +27,20 @@ class Outcome:
     dangling: tuple[Entry, ...]
 
 
-def reconcile(target: Target, wanted: Rules) -> Outcome:
-    """Make the switch hold exactly ``wanted``.
+def reconcile(target: Target, wanted: Rules, job: str = "") -> Outcome:
+    """Make the switch hold exactly ``wanted``, and what is another job's than ``job``.
 
     Raises TargetError when the switch refuses an update or does not hold what it accepted.
     """
-    current = target.read()
+    current, goal = scope(target.read(), wanted, job)
     dangling = current.dangling()
     for entry in dangling:
         _log.warning("the switch holds an entry for a multicast group that does not exist, repairing: %s", entry)
     written = 0
-    for batch in batches(current, wanted):
+    for batch in batches(current, goal):
         target.apply(batch)
         written += len(batch)
-    if written and (left := diff(target.read(), wanted)):
+    if written and (left := diff(*scope(target.read(), wanted, job))):
         raise TargetError(f"the switch accepted all updates but holds something else (- held, + wanted):\n{left}")
     return Outcome(written, dangling)
 

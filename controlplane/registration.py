@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,8 +19,9 @@ from checkmate.topology import Topology
 
 _log = logging.getLogger("checkmate.registration")
 
-_SPARE_CONNECTIONS = 16
-"""Connections beyond two for each shadow: room for those that have not proved who they are yet."""
+MAX_PENDING = 64
+"""Connections at most that have not proved yet who they are. One more ends the oldest of the address that has most of
+them: who opens many loses their own, and a shadow gets in however many there are."""
 
 
 class _Denied(Exception):
@@ -51,11 +53,14 @@ class RegistrationServer:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._mirrored: frozenset[str] = frozenset()
-        self._connections = 0
+        self._pending: dict[asyncio.StreamWriter, str] = {}
+        self._flooded = False
         self._server: asyncio.Server | None = None
 
     def start(self) -> None:
-        """Listen; raises CheckmateError when the address cannot be used."""
+        """Listen, unless that is so; raises CheckmateError when the address cannot be used."""
+        if self._server is not None:
+            return
         host, port = self._topology.registrar
         try:
             self._server = self._loop.call(asyncio.start_server(self._serve, host, port, limit=messages.MAX_MESSAGE))
@@ -103,26 +108,41 @@ class RegistrationServer:
 
     async def _stop(self, server: asyncio.Server) -> None:
         server.close()
-        for session in list(self._sessions.values()):
-            session.writer.transport.abort()
+        for writer in [*self._pending, *(session.writer for session in self._sessions.values())]:
+            writer.transport.abort()
+        with self._lock:
+            self._sessions.clear()
+            self._mirrored = frozenset()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("a peer that left at once", 0)))
-        self._connections += 1
+        host, port = (writer.get_extra_info("peername") or ("a peer that left at once", 0))[:2]
+        peer = f"{host}:{port}"
+        self._make_room()
+        self._pending[writer] = host
         try:
-            if self._connections > 2 * len(self._topology.shadows) + _SPARE_CONNECTIONS:
-                _log.warning("%s: too many connections, closed", peer)
-            else:
-                await self._converse(reader, writer, peer)
+            await self._converse(reader, writer, peer)
         except TimeoutError:
             _log.warning("%s: silent for %g s, closed", peer, messages.DEAD_AFTER_S)
         except ProtocolError as error:
             _log.warning("%s: %s, closed", peer, error)
         except (asyncio.IncompleteReadError, ConnectionError):
-            _log.info("%s: closed by the peer", peer)
+            _log.info("%s: the connection ended", peer)
         finally:
-            self._connections -= 1
+            self._pending.pop(writer, None)
             writer.transport.abort()
+
+    def _make_room(self) -> None:
+        """For one more pending connection; a flood is said once."""
+        if len(self._pending) < MAX_PENDING:
+            self._flooded = self._flooded and len(self._pending) > MAX_PENDING // 2
+            return
+        ((host, _),) = Counter(self._pending.values()).most_common(1)
+        oldest = next(writer for writer, its in self._pending.items() if its == host)
+        del self._pending[oldest]
+        oldest.transport.abort()
+        if not self._flooded:
+            _log.warning("%s: too many connections that do not register, the oldest ones are closed", host)
+        self._flooded = True
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         try:
@@ -135,6 +155,8 @@ class RegistrationServer:
                 writer.close()
                 await writer.wait_closed()
             return
+        if self._pending.pop(writer, None) is None:
+            raise ConnectionAbortedError("it had to make room")
         session = _Session(writer, peer)
         self._enter(name, session)
         try:

@@ -10,9 +10,10 @@ from checkmate.plan import Entry, Ternary
 
 
 class Tables:
-    """The tables, actions and counters of one P4Info."""
+    """The tables, actions and counters of one P4Info. ``owner``: the job in whose name entries are written."""
 
-    def __init__(self, info: p4info_pb2.P4Info) -> None:
+    def __init__(self, info: p4info_pb2.P4Info, owner: str = "") -> None:
+        self._owner = owner
         self._tables = _Named("table", info.tables)
         self._actions = _Named("action", info.actions)
         self.counters = {counter.preamble.id: counter.preamble.name for counter in info.counters}
@@ -25,6 +26,7 @@ class Tables:
         """
         table = self._tables.named(entry.table)
         message = p4runtime_pb2.TableEntry(table_id=table.preamble.id, priority=entry.priority)
+        message.metadata = self._owner.encode()
         message.is_default_action = not entry.match
         fields = {field.name: field for field in table.match_fields}
         for name, value in entry.match:
@@ -45,6 +47,7 @@ class Tables:
             action=action.preamble.name,
             params=tuple((name, values[name]) for name in names.values() if name in values),
             priority=message.priority,
+            owner=message.metadata.decode(errors="replace"),
         )
 
     def reads(self) -> list[Any]:

@@ -17,6 +17,10 @@ class UnreachableError(TargetError):
     """The switch does not answer, or went away: worth trying again."""
 
 
+class NotPrimaryError(TargetError):
+    """Another controller is the switch's primary: nothing was written. Its end makes us the primary."""
+
+
 class Kind(Enum):
     """What an update does. A table always has a default action: inserting one sets it, deleting it resets it."""
 
@@ -58,7 +62,10 @@ class Target(Protocol):
     """
 
     def connect(self) -> None:
-        """Become the switch's controller and make sure that it runs our pipeline; does nothing when that is so."""
+        """Become the switch's controller and make sure that it runs our pipeline; does nothing when that is so.
+
+        Raises NotPrimaryError while another controller is: call again, the switch is ours soon after that one's end.
+        """
 
     def read(self) -> Rules:
         """All that the switch holds; a table's default action only where it is not the program's own."""

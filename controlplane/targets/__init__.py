@@ -1,0 +1,12 @@
+"""The kinds of switches, all of them behind ``target.Target``."""
+
+from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
+from checkmate.p4.v1model import bmv2
+from checkmate.topology import Topology
+
+
+def target_of(topology: Topology) -> P4RuntimeTarget:
+    """The switch of a topology, for its job's controller; raises CheckmateError when its program was not compiled."""
+    switch = topology.switch
+    device_config = bmv2.pipeline() if switch.target == "bmv2" else b""
+    return P4RuntimeTarget(switch.p4runtime, switch.device_id, device_config, topology.job)

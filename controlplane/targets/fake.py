@@ -1,16 +1,21 @@
 """A switch that exists in memory alone: for tests and for looking at what a plan would do."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from checkmate.controlplane.target import Counters, Kind, TargetError, Update
 from checkmate.plan import Entry, Item, Rules
 
 
 class FakeTarget:
-    """Refuses what a real switch refuses, group references included."""
+    """Refuses what a real switch refuses, group references included.
 
-    def __init__(self) -> None:
-        self._items: dict[object, Item] = {}
+    ``job``: the owner of what is written; ``switch``: another one, whose switch this is the controller of, too.
+    """
+
+    def __init__(self, job: str = "", switch: "FakeTarget | None" = None) -> None:
+        self._job = job
+        self._items: dict[object, Item] = {} if switch is None else switch._items
 
     def connect(self) -> None:
         """There is nothing to connect to."""
@@ -49,7 +54,7 @@ class FakeTarget:
             return self._delete(item)
         if isinstance(item, Entry) and item.group is not None and item.group not in self._items:
             return f"FAILED_PRECONDITION: there is no multicast group {item.group}"
-        self._items[item.key] = item
+        self._items[item.key] = replace(item, owner=self._job) if isinstance(item, Entry) else item
         return None
 
     def _delete(self, item: Item) -> str | None:

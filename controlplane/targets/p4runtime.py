@@ -20,24 +20,29 @@ _KINDS = {
 
 
 class P4RuntimeTarget:
-    """Implements ``Target``. ``device_config`` is what the target's compiler made of our program."""
+    """Implements ``Target``.
+
+    ``address``: HOST:PORT, or what else gRPC takes. ``device_config``: what the target's compiler made of our program.
+    ``job``: the P4Runtime role of the controller, and the owner of the entries that it writes.
+    """
 
     def __init__(
         self,
-        address: Endpoint,
+        address: Endpoint | str,
         device_id: int,
         device_config: bytes = b"",
-        election_id: int = 1,
+        job: str = "",
+        election_id: int | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self._info = p4info.load()
-        self._tables = tables.Tables(self._info)
+        self._tables = tables.Tables(self._info, job)
         self._device_config = device_config
-        self._client = Client(str(address), device_id, election_id, timeout_s)
+        self._client = Client(str(address), device_id, job, election_id, timeout_s)
 
     def connect(self) -> None:
         """See ``Target``."""
-        if self._client.connected:
+        if self._client.primary:
             return
         self._client.connect()
         cookie = self._cookie()
@@ -46,9 +51,9 @@ class P4RuntimeTarget:
             self._client.set_pipeline(self._info, self._device_config, cookie)
 
     def read(self) -> Rules:
-        """See ``Target``."""
+        """See ``Target``. Groups come first: what says whose they are was written before them."""
         entries, groups = [], []
-        for entity in self._client.read([*self._tables.reads(), pre.read_all()]):
+        for entity in self._client.read([pre.read_all(), *self._tables.reads()]):
             if entity.HasField("packet_replication_engine_entry"):
                 groups.append(pre.decode(entity.packet_replication_engine_entry))
             elif not self._tables.is_initial(entity.table_entry):

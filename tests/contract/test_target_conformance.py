@@ -4,29 +4,46 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from checkmate import config
 from checkmate.controlplane.reconcile import reconcile
-from checkmate.controlplane.target import Kind, Target, TargetError, UnreachableError, Update
+from checkmate.controlplane.target import Kind, NotPrimaryError, Target, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.fake import FakeTarget
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf.datapath import Datapath
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.loader import Switch
 from checkmate.p4.ebpf.p4runtime_server import Server
-from checkmate.plan import L2_FORWARD, Entry, Multicast, Plan, Replica, Rules, make_plan
+from checkmate.p4.v1model import bmv2
+from checkmate.plan import (
+    FLOOD_GROUP,
+    HEARTBEAT,
+    L2_FORWARD,
+    REPLICATE,
+    Entry,
+    Multicast,
+    Plan,
+    Replica,
+    Rules,
+    make_plan,
+)
 from checkmate.topology import Endpoint, Topology
 
 
-@dataclass
 class Rig:
-    """A target, and the power switch of the machine behind it."""
+    """A target, and the power switch of the machine behind it. ``SHARED``: jobs may use the switch at the same time."""
 
-    target: Target = field(init=False)
+    SHARED = True
+    target: Target
+
+    def another(self, job: str = "") -> Target:
+        """A second controller of the same switch."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Make the switch run, with empty tables."""
@@ -43,6 +60,9 @@ class FakeRig(Rig):
     def __init__(self) -> None:
         self.target = self._fake = FakeTarget()
 
+    def another(self, job: str = "") -> Target:
+        return FakeTarget(job, self._fake)
+
     def stop(self) -> None:
         self._fake.restart()
 
@@ -55,7 +75,10 @@ class ServerRig(Rig):
             self.endpoint = Endpoint("127.0.0.1", probe.getsockname()[1])
         self._running = contextlib.ExitStack()
         self.start()
-        self.target = P4RuntimeTarget(self.endpoint, device_id=1, timeout_s=2)
+        self.target = self.another()
+
+    def another(self, job: str = "") -> Target:
+        return P4RuntimeTarget(self.endpoint, device_id=1, job=job, timeout_s=5)
 
     def start(self) -> None:
         self._running.enter_context(Server(self.datapath(), str(self.endpoint), device_id=1))
@@ -67,35 +90,78 @@ class ServerRig(Rig):
         self._running.close()
 
 
-class EbpfRig(ServerRig):
-    """The same server on the real data path: veths in a network namespace of its own."""
+class WiredRig(ServerRig):
+    """A server in front of a data path on veths in a network namespace of its own."""
 
     PORTS = (1, 2, 3, 4, 5, 100, 101, 102, 103)
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
             pytest.skip("needs root: makes a network namespace")
-        try:
-            config.library("switch.bpf.o")
-        except config.CheckmateError as error:
-            pytest.skip(str(error))
         self.netns = f"ckm-target-{os.getpid()}"
+        self.interfaces = {port: f"s{port}" for port in self.PORTS}
         ip("netns", "add", self.netns)
-        for port in self.PORTS:
-            ip("-n", self.netns, "link", "add", f"s{port}", "type", "veth", "peer", "name", f"h{port}")
-            ip("netns", "exec", self.netns, "ethtool", "-K", f"s{port}", "tx", "off", "tso", "off", "gso", "off")
+        ip("-n", self.netns, "link", "set", "lo", "up")
+        for port, name in self.interfaces.items():
+            ip("-n", self.netns, "link", "add", name, "type", "veth", "peer", "name", f"h{port}")
+            ip("netns", "exec", self.netns, "ethtool", "-K", name, "tx", "off", "tso", "off", "gso", "off")
+            ip("-n", self.netns, "link", "set", name, "up")
         try:
             super().__init__()
         except BaseException:
             self.close()
             raise
 
-    def datapath(self) -> Datapath:
-        return self._running.enter_context(Switch({port: f"s{port}" for port in self.PORTS}, self.netns))
-
     def close(self) -> None:
         super().close()
         ip("netns", "delete", self.netns)
+
+
+class EbpfRig(WiredRig):
+    """The same server on the kernel's data path."""
+
+    def __init__(self) -> None:
+        try:
+            config.library("switch.bpf.o")
+        except config.CheckmateError as error:
+            pytest.skip(str(error))
+        super().__init__()
+
+    def datapath(self) -> Datapath:
+        return self._running.enter_context(Switch(self.interfaces, self.netns))
+
+
+class Bmv2Rig(WiredRig):
+    """``simple_switch_grpc``, whose server knows no roles: one job's controller at a time."""
+
+    SHARED = False
+
+    def __init__(self) -> None:
+        try:
+            bmv2.find_binary()
+            self._program = bmv2.pipeline()
+        except config.CheckmateError as error:
+            pytest.skip(str(error))
+        self._folder = tempfile.TemporaryDirectory(prefix="ckm-target")
+        self._address = f"unix:{self._folder.name}/p4runtime"
+        super().__init__()
+
+    def another(self, job: str = "") -> Target:
+        return P4RuntimeTarget(self._address, 1, self._program, job, timeout_s=10)
+
+    def start(self) -> None:
+        self._running.enter_context(bmv2.Bmv2(self.interfaces, self._address, netns=self.netns))
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
+
+class TofinoRig(Rig):
+    """A Tofino, or Intel's model of one."""
+
+    def __init__(self) -> None:
+        pytest.skip("needs a Tofino or its model: neither is public; a rack's acceptance test runs this suite")
 
 
 def ip(*arguments: str) -> None:
@@ -107,6 +173,8 @@ def ip(*arguments: str) -> None:
         pytest.param(FakeRig, id="fake"),
         pytest.param(ServerRig, id="p4runtime"),
         pytest.param(EbpfRig, id="ebpf", marks=pytest.mark.root),
+        pytest.param(Bmv2Rig, id="bmv2", marks=[pytest.mark.root, pytest.mark.bmv2]),
+        pytest.param(TofinoRig, id="tofino"),
     ]
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
@@ -124,27 +192,34 @@ def target(rig: Rig) -> Target:
     return rig.target
 
 
-def plan(*live: str, ranks: int = 3) -> Plan:
+def plan(*live: str, ranks: int = 3, job: str = "test", first: int = 1) -> Plan:
+    """Of ``ranks`` hosts on ports from ``first`` on. Job "test" has the shadows a and b, any other has b alone."""
+
     def nic(name: str, port: int) -> dict[str, object]:
         return {"name": name, "mac": f"02:00:00:00:00:{port:02x}", "ip": f"10.1.0.{port}", "port": port}
 
+    shadows = {"a": 100, "b": 102} if job == "test" else {"b": 102}
     return make_plan(
         Topology.from_dict(
             {
-                "job": "test",
+                "job": job,
                 "mtu": 1500,
                 "token_file": "/nowhere/token",
                 "registrar": "10.255.0.1:7702",
                 "switch": {"target": "bmv2", "p4runtime": "127.0.0.1:9559"},
                 "hosts": [
-                    {"name": f"node{i}", "management_ip": f"10.255.0.{i}", "nics": [nic("eth0", i)]}
-                    for i in range(1, ranks + 1)
+                    {"name": f"node{i}", "management_ip": f"10.255.0.{first + i}", "nics": [nic("eth0", first + i)]}
+                    for i in range(ranks)
                 ],
                 "shadows": [
-                    {"name": "a", "management_ip": "10.255.1.1", "nics": [nic("eth0", 100), nic("eth1", 101)]},
-                    {"name": "b", "management_ip": "10.255.1.2", "nics": [nic("eth0", 102), nic("eth1", 103)]},
+                    {
+                        "name": name,
+                        "management_ip": f"10.255.1.{port}",
+                        "nics": [nic("eth0", port), nic("eth1", port + 1)],
+                    }
+                    for name, port in shadows.items()
                 ],
-                "groups": [{"name": "dp", "ranks": [f"node{i + 1}" for i in range(ranks)], "shadows": ["a", "b"]}],
+                "groups": [{"name": "dp", "ranks": [f"node{i}" for i in range(ranks)], "shadows": list(shadows)}],
             }
         ),
         set(live),
@@ -237,3 +312,163 @@ def test_closing_twice_is_fine_and_what_was_written_stays(target: Target) -> Non
     target.close()
     target.connect()
     assert target.read() == Rules.of([], [GROUP])
+
+
+class Tripping:
+    """A target that fails after some updates, each applied by itself: its controller died in the middle of a batch."""
+
+    def __init__(self, target: Target, updates: int) -> None:
+        self._target = target
+        self._left = updates
+
+    def read(self) -> Rules:
+        return self._target.read()
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        self._target.apply(updates[: self._left])
+        self._left -= len(updates)
+        if self._left < 0:
+            raise UnreachableError("died")
+
+
+@pytest.mark.parametrize("updates", [1, 9, 14, 21])
+def test_a_controller_that_died_in_the_middle_is_carried_on_for(rig: Rig, updates: int) -> None:
+    with pytest.raises(UnreachableError, match="died"):
+        reconcile(Tripping(rig.target, updates), plan("a").rules)  # type: ignore[arg-type]
+    assert not rig.target.read().dangling()
+    rig.target.close()
+    successor = rig.another()
+    try:
+        successor.connect()
+        reconcile(successor, plan("b").rules)
+        assert successor.read() == plan("b").rules
+    finally:
+        successor.close()
+
+
+def test_what_the_plan_does_not_hold_is_removed_whoever_wrote_it(target: Target) -> None:
+    target.apply(insert(GROUP, Multicast(9, ())))
+    target.apply(insert(FLOOD, Entry(L2_FORWARD, FORWARD.match, "CheckmateIngress.drop")))
+    wanted = plan("a").rules
+    reconcile(target, wanted)
+    assert target.read() == wanted
+
+
+def test_an_entry_for_a_missing_group_is_told_of_and_removed(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    match = (("ingress_port", 1), ("ethernet.dst_addr", 0x02_00_00_00_00_03))
+    try:
+        target.apply(insert(Entry(HEARTBEAT, match, REPLICATE, (("group", 77),))))
+    except TargetError as error:
+        assert "no multicast group 77" in str(error)
+    else:
+        assert [entry.match for entry in reconcile(target, plan().rules).dangling] == [match]
+        assert "multicast group that does not exist" in caplog.text
+        assert target.read() == plan().rules
+
+
+def test_two_jobs_leave_each_other_alone(rig: Rig) -> None:
+    """Each comes, changes and goes while the other one's entries, groups and flooding stay."""
+    if not rig.SHARED:
+        pytest.skip(
+            "its P4Runtime server has no roles: the second job's controller waits for the end of the first one's"
+        )
+    rig.target.close()
+    one, two = rig.another("one"), rig.another("two")
+    try:
+        one.connect()
+        two.connect()
+        reconcile(one, plan("b", job="one", ranks=2).rules, "one")
+        reconcile(two, Rules.of([], [flood(3, 4)]), "two")
+        for live in (set(), {"a"}):
+            second = job_two(live)
+            before = held_by("one", one.read())
+            assert reconcile(two, second, "two").written
+            assert held_by("one", two.read()) == before
+            assert reconcile(one, plan("b", job="one", ranks=2).rules, "one").written == 0
+            assert reconcile(two, second, "two").written == 0
+            assert flood(1, 2, 3, 4) in two.read().groups
+        reconcile(one, plan(job="one", ranks=2).rules, "one")
+        assert {item.key for item in job_two({"a"}).items} <= {item.key for item in one.read().items}
+    finally:
+        one.close()
+        two.close()
+
+
+def job_two(live: set[str]) -> Rules:
+    """Ports 3 and 4, and the shadow at 100 and 101."""
+    both = plan(*live, ranks=4)
+    mine = {3, 4, 100, 101}
+    entries = [entry for entry in both.rules.entries if ports_of(entry) <= mine]
+    groups = {entry.group for entry in entries if entry.table == HEARTBEAT}
+    return Rules.of(entries, [flood(3, 4), *(group for group in both.rules.groups if group.id in groups)])
+
+
+def ports_of(entry: Entry) -> set[int]:
+    """Switch ports that an entry is about; an address says its port."""
+    about = {name: value for name, value in (*entry.match, *entry.params) if isinstance(value, int)}
+    named = {value for name, value in about.items() if name.endswith("port") and name != "registrar_port"}
+    return named | {about["ethernet.dst_addr"] & 0xFF for _ in [0] if "ethernet.dst_addr" in about}
+
+
+def flood(*ports: int) -> Multicast:
+    return Multicast(FLOOD_GROUP, tuple(Replica(port, 0) for port in ports))
+
+
+def held_by(job: str, rules: Rules) -> set[Entry]:
+    return {entry for entry in rules.entries if entry.owner == job}
+
+
+def test_a_job_cannot_take_what_is_another_ones(rig: Rig) -> None:
+    if not rig.SHARED:
+        pytest.skip("its P4Runtime server has no roles")
+    rig.target.close()
+    one, two = rig.another("one"), rig.another("two")
+    try:
+        one.connect()
+        two.connect()
+        reconcile(one, plan("b", job="one", ranks=2).rules, "one")
+        before = one.read()
+        taken = Entry(L2_FORWARD, FORWARD.match, FORWARD.action, (("port", 2),))
+        with pytest.raises(TargetError, match="ALREADY_EXISTS"):
+            reconcile(two, Rules.of([taken], [flood(1)]), "two")
+        assert one.read().entries == before.entries
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_standby_takes_over_in_bounded_time_and_who_comes_back_is_not_primary(rig: Rig) -> None:
+    first, standby = rig.target, rig.another()
+    if isinstance(first, FakeTarget):
+        pytest.skip("a switch in memory has no controllers that compete")
+    try:
+        reconcile(first, plan("a").rules)
+        with pytest.raises(NotPrimaryError):
+            standby.connect()
+        with pytest.raises(NotPrimaryError):
+            standby.apply(insert(GROUP))
+        start = time.monotonic()
+        first.close()
+        assert connected(standby, 5)
+        took = time.monotonic() - start
+        assert took < 3, f"the take-over took {took:.2f} s"
+        assert reconcile(standby, plan("a").rules).written == 0, "the pipeline was not pushed again"
+        with pytest.raises(NotPrimaryError):
+            first.connect()
+        reconcile(standby, plan("b").rules)
+        assert first.read() == plan("b").rules
+        standby.close()
+        assert connected(first, 5)
+        reconcile(first, plan().rules)
+    finally:
+        standby.close()
+
+
+def connected(target: Target, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        with contextlib.suppress(NotPrimaryError):
+            target.connect()
+            return True
+        time.sleep(0.02)
+    return False

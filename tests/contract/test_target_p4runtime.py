@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkmate.controlplane.reconcile import reconcile
-from checkmate.controlplane.target import Count, Kind, TargetError, UnreachableError, Update
+from checkmate.controlplane.target import Count, Kind, NotPrimaryError, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf import datapath
 from checkmate.p4.ebpf.fake import FakeDatapath
@@ -70,8 +70,10 @@ def test_another_primary_is_respected_until_it_goes(server: Server) -> None:
 def test_a_higher_election_id_takes_over_and_the_other_cannot_write(server: Server) -> None:
     first, second = connect(server, election_id=1), connect(server, election_id=2)
     reconcile(second, RULES)
-    with pytest.raises(TargetError, match="PERMISSION_DENIED"):
+    with pytest.raises(NotPrimaryError, match="election id 2"):
         first.apply([Update(Kind.DELETE, RULES.entries[0])])
+    with pytest.raises(NotPrimaryError):
+        first.connect()
     assert second.read() == RULES
     first.close()
     second.close()

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgpack
@@ -14,7 +16,7 @@ from checkmate.config import CheckmateError
 from checkmate.controlplane import messages
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.registrar_client import RegistrarClient
-from checkmate.controlplane.registration import RegistrationServer
+from checkmate.controlplane.registration import MAX_PENDING, RegistrationServer
 from checkmate.topology import Topology
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -230,16 +232,71 @@ def test_fields_of_the_wrong_type_end_the_connection(rig: Rig, caplog: pytest.Lo
     assert f"Register.{field} is a list" in caplog.text
 
 
-def test_the_number_of_connections_is_bounded(rig: Rig) -> None:
-    peers = [connect(rig) for _ in range(18)]
-    for peer in peers:
-        take(peer)
-    with pytest.raises(ConnectionResetError):
-        take(connect(rig))
+def test_connections_that_do_not_register_are_bounded_and_the_oldest_make_room(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = [connect(rig) for _ in range(2 * MAX_PENDING)]
+    for peer in peers[MAX_PENDING:]:
+        assert take(peer)["type"] == "Challenge"
+    for peer in peers[:MAX_PENDING]:
+        with pytest.raises(ConnectionResetError):
+            take(peer), take(peer)
+    assert sum("too many connections" in record.getMessage() for record in caplog.records) == 1
     for peer in peers:
         peer.close()
-    rig.client()
+
+
+def test_a_flood_of_connections_starves_no_shadow(rig: Rig) -> None:
+    """Nor ends one that has registered."""
+    stop, opened = threading.Event(), 0
+
+    def flood() -> None:
+        nonlocal opened
+        peers: deque[socket.socket] = deque()
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                peers.append(connect(rig))
+                opened += 1
+            if len(peers) > 3 * MAX_PENDING:
+                peers.popleft().close()
+        for peer in peers:
+            peer.close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        assert soon(lambda: opened > MAX_PENDING)
+        client = rig.client()
+        assert soon(lambda: rig.server.live() == {"shadow0"}, 20)
+        rig.server.set_mirrored(frozenset({"shadow0"}))
+        assert client.wait_mirrored(20)
+        before = opened
+        assert soon(lambda: opened > before + 4 * MAX_PENDING, 20)
+        assert client.mirrored and rig.server.live() == {"shadow0"} and rig.changes == 1
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_who_opens_most_connections_loses_them(rig: Rig) -> None:
+    patient = socket.create_connection(rig.topology.registrar, timeout=5, source_address=("127.0.0.2", 0))
+    challenge = take(patient)
+    peers = [connect(rig) for _ in range(2 * MAX_PENDING)]
+    assert take(peers[-1])["type"] == "Challenge"
+    register(patient, challenge)
     assert soon(lambda: rig.server.live() == {"shadow0"})
+    for peer in (patient, *peers):
+        peer.close()
+
+
+def test_a_closed_server_lets_nobody_finish_a_registration(rig: Rig) -> None:
+    peer = connect(rig)
+    challenge = take(peer)
+    rig.server.close()
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        register(peer, challenge)
+    assert not soon(lambda: bool(rig.server.live()), 0.3)
+    peer.close()
 
 
 def test_a_replayed_registration_is_refused(rig: Rig) -> None:
@@ -278,9 +335,9 @@ def put(peer: socket.socket, message: dict[str, object]) -> None:
     peer.sendall(struct.pack(">I", len(body)) + body)
 
 
-def register(peer: socket.socket) -> dict[str, object]:
+def register(peer: socket.socket, challenged: dict[str, object] | None = None) -> dict[str, object]:
     """Register by hand and return the message that did it."""
-    challenge = take(peer)["nonce"]
+    challenge = (challenged or take(peer))["nonce"]
     assert isinstance(challenge, bytes)
     proof = messages.shadow_proof(TOKEN, challenge, "test", "shadow0", MACS, b"n")
     said: dict[str, object] = {"type": "Register", "job": "test", "shadow": "shadow0", "macs": MACS, "nonce": b"n"}

@@ -18,7 +18,7 @@ from checkmate.controlplane import controller
 from checkmate.controlplane.controller import Controller
 from checkmate.controlplane.registrar_client import RegistrarClient
 from checkmate.controlplane.target import Kind, Update
-from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
+from checkmate.controlplane.targets import target_of
 from checkmate.p4.ebpf.datapath import Count, Counter
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
@@ -47,7 +47,11 @@ def make_topology(folder: Path) -> Topology:
             "mtu": 1500,
             "token_file": str(token),
             "registrar": f"127.0.0.1:{free_port()}",
-            "switch": {"target": "bmv2", "p4runtime": f"127.0.0.1:{free_port()}"},
+            "switch": {
+                "target": "ebpf",
+                "p4runtime": f"127.0.0.1:{free_port()}",
+                "interfaces": {port: f"p{port}" for port in (1, 2, 3, 8, 9)},
+            },
             "hosts": [
                 {"name": f"node{i}", "management_ip": f"10.255.0.{i}", "nics": [nic("eth0", i)]} for i in (1, 2, 3)
             ],
@@ -184,7 +188,7 @@ def test_status_over_the_socket(rig: Rig) -> None:
 
 def test_an_entry_for_a_missing_group_is_an_alarm_and_is_repaired(rig: Rig) -> None:
     datapath = rig.start_switch()
-    target = P4RuntimeTarget(rig.topology.switch.p4runtime, 1)
+    target = target_of(rig.topology)
     target.connect()
     match = (("ingress_port", 1), ("ethernet.dst_addr", 0x02_00_00_00_00_02))
     target.apply([Update(Kind.INSERT, Entry(HEARTBEAT, match, REPLICATE, (("group", 77),)))])
