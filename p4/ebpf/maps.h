@@ -10,9 +10,9 @@
 #define CKM_DSCPS         64         /* DSCP values are bit<6> */
 #define CKM_REPLICAS      64         /* members of a multicast group */
 #define CKM_GROUPS        1024       /* multicast groups */
-#define CKM_HEARTBEATS    1024       /* entries of the table heartbeat */
+#define CKM_HEARTBEATS    4096       /* entries of the table heartbeat */
 #define CKM_L2_ENTRIES    4096       /* entries of the table l2_forward */
-#define CKM_REWRITES      1024       /* entries of the table rewrite */
+#define CKM_REWRITES      2048       /* entries of the table rewrite */
 #define CKM_MARK          0x434b0000 /* skb mark of a copy on its way to egress; the low 16 bits are its rid */
 #define CKM_MARK_RID_MASK 0x0000ffff
 

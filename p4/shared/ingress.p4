@@ -1,0 +1,139 @@
+/* Where a frame goes, included in control CheckmateIngress of each target.
+ *
+ * Tables only take notes; the end of apply sends. The target says how with macros: INGRESS_PORT, PORT_COUNTER,
+ * ENTRY_COUNTER, USES_COUNTER, COUNT_ENTRY, COUNT, CHECK_LENGTHS, SEND_TO_PORT, SEND_TO_GROUP, SEND_COPIES, DROP.
+ */
+    PORT_COUNTER(tagged_in);
+    PORT_COUNTER(untagged);
+    PORT_COUNTER(tagged_without_option);
+    PORT_COUNTER(group_missing);
+    PORT_COUNTER(shadow_dropped);
+    PORT_COUNTER(malformed);
+    PORT_COUNTER(dropped);
+    ENTRY_COUNTER(heartbeat_counter);
+
+    action mark_tagged() {
+        meta.tagged = 1;
+    }
+
+    table classify {
+        key = {
+            hdr.ipv4.dscp: ternary @name("ipv4.dscp");
+        }
+        actions = {
+            mark_tagged;
+            @defaultonly NoAction;
+        }
+        const default_action = NoAction;
+        size = CLASSIFY_SIZE;
+    }
+
+    action trainer_port() {
+    }
+
+    action shadow_port(bit<32> registrar_ip, bit<16> registrar_port) {
+        meta.from_shadow = 1;
+        meta.ip_difference = hdr.ipv4.dst_addr ^ registrar_ip;
+        meta.port_difference = hdr.tcp.dst_port ^ registrar_port;
+    }
+
+    table port_role {
+        key = {
+            INGRESS_PORT: exact @name("ingress_port");
+        }
+        actions = {
+            trainer_port;
+            shadow_port;
+        }
+        const default_action = trainer_port;
+        size = PORTS;
+    }
+
+    action replicate(bit<16> group) {
+        COUNT_ENTRY(heartbeat_counter);
+        meta.group = group;
+    }
+
+    table heartbeat {
+        key = {
+            INGRESS_PORT: exact @name("ingress_port");
+            hdr.ethernet.dst_addr: exact @name("ethernet.dst_addr");
+        }
+        actions = {
+            replicate;
+            @defaultonly NoAction;
+        }
+        const default_action = NoAction;
+        USES_COUNTER(heartbeat_counter)
+        size = HEARTBEAT_SIZE;
+    }
+
+    action forward(bit<9> port) {
+        meta.known = 1;
+        meta.port = port;
+    }
+
+    action flood(bit<16> group) {
+        meta.flood_group = group;
+    }
+
+    action drop() {
+    }
+
+    table l2_forward {
+        key = {
+            hdr.ethernet.dst_addr: exact @name("ethernet.dst_addr");
+        }
+        actions = {
+            forward;
+            flood;
+            drop;
+        }
+        default_action = drop;
+        size = L2_FORWARD_SIZE;
+    }
+
+    apply {
+        CHECK_LENGTHS;
+        port_role.apply();
+        classify.apply();
+        l2_forward.apply();
+        bit<1> refused = 0;
+        if (meta.from_shadow == 1) {
+            if (meta.kind != TCP || meta.ip_difference != 0 || meta.port_difference != 0) {
+                COUNT(shadow_dropped, INGRESS_PORT);
+                refused = 1;
+            }
+        } else if (meta.kind == MALFORMED) {
+            COUNT(malformed, INGRESS_PORT);
+        } else if (meta.has_payload == 1 && meta.tagged == 1) {
+            COUNT(tagged_in, INGRESS_PORT);
+            if (hdr.option.isValid() && hdr.option.kind == OPTION_KIND && hdr.option.length == OPTION_LENGTH &&
+                hdr.option.exid == OPTION_EXID) {
+                if (heartbeat.apply().hit) {
+                    if (meta.group == 0) { /* there is no group 0 */
+                        COUNT(group_missing, INGRESS_PORT);
+                    } else {
+                        meta.copied = 1;
+                    }
+                }
+            } else {
+                COUNT(tagged_without_option, INGRESS_PORT);
+            }
+        } else {
+            COUNT(untagged, INGRESS_PORT);
+        }
+
+        if (refused == 1) {
+            DROP;
+        } else if (meta.copied == 1) {
+            SEND_COPIES(meta.group);
+        } else if (meta.known == 1 && meta.port != INGRESS_PORT) {
+            SEND_TO_PORT(meta.port);
+        } else if (meta.known == 0 && meta.flood_group != 0) {
+            SEND_TO_GROUP(meta.flood_group);
+        } else {
+            COUNT(dropped, INGRESS_PORT);
+            DROP;
+        }
+    }
