@@ -115,6 +115,11 @@ def transfer(switch: SwitchUnderTest, counter_map: Path, data: bytes, base: int,
     return bytes(received)
 
 
+def mac_bytes(port: int) -> bytes:
+    """Ethernet address of the host at a port."""
+    return frames.mac_number(port).to_bytes(6, "big")
+
+
 def reassembled(copies: list[bytes], base: int, size: int) -> bytes:
     """The stream that the copies carry; every byte must be there."""
     stream, seen = bytearray(size), bytearray(size)
@@ -147,11 +152,14 @@ def test_a_tagged_flow(
     with contextlib.closing(Wire(rack.far_netns[SENDER], rack.far_interface, outgoing=True)) as tap:
         before = switch.counters()
         assert transfer(switch, counter_map, data, base, segment) == data
-        sent = [frame for frame in tap.drain() if frame[6:12] == frames.mac_number(SENDER).to_bytes(6, "big")]
-    arrived = [frame for frame in switch.wires[RECEIVER].drain() if frame[6:12] == sent[-1][6:12]]
+        left = switch.exchange()
+        sent, arrived = (
+            [frame for frame in seen if frame[:12] == mac_bytes(RECEIVER) + mac_bytes(SENDER)]
+            for seen in (tap.drain(), left[RECEIVER])
+        )
     assert sorted(arrived) == sorted(sent)  # CPUs may deliver out of order
     assert (max(map(len, arrived)) > MTU + HEADERS) is (setting == "on"), "super-packets were not what was tested"
-    copies = switch.wires[SHADOW].drain()
+    copies = left[SHADOW]
     assert reassembled(copies, base, len(data)) == data
     after = switch.counters()
     moved = {
