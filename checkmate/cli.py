@@ -79,6 +79,7 @@ def lab(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
 ) -> None:
+    switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
     """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
 
     Switch, controller and shadow run in network namespaces of this machine. Prints the commands to use it with.
@@ -88,7 +89,9 @@ def lab(
 
     if mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
-    serve_lab(LabConfig(ranks, mtu), partial(Console().print, soft_wrap=True, markup=False, highlight=False))
+    serve_lab(
+        LabConfig(ranks, mtu, switch.value), partial(Console().print, soft_wrap=True, markup=False, highlight=False)
+    )
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -123,7 +126,7 @@ def run_command(
     )
 
 
-switch_app = typer.Typer(help="The switch: run the eBPF one.", no_args_is_help=True, rich_markup_mode=None)
+switch_app = typer.Typer(help="The switch: run a software one.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(switch_app, name="switch")
 
 

@@ -23,6 +23,7 @@ from checkmate.compare import differences, load_state
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_machine, require
 from checkmate.lab import Lab, LabConfig, clean_stale, sigterm_interrupts
+from checkmate.p4.v1model import bmv2
 from checkmate.progress import RunView
 from checkmate.services import Services
 from checkmate.status import export
@@ -103,6 +104,8 @@ class Result:
 def run_demo(options: DemoOptions, console: Console) -> bool:
     """Run the demo; True when the restored run equals the run that never failed. Cleans up on every path."""
     kill = choose_kill(options)
+    if options.switch == "bmv2":
+        bmv2.find_binary()
     require(check_machine(mounts=False))
     for prefix in clean_stale():
         console.print(f"removed what the killed run {prefix} had left behind")
@@ -134,8 +137,6 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
 
 def choose_kill(options: DemoOptions) -> Kill | None:
     """Which rank dies when; raises CheckmateError when the options can't be met."""
-    if options.switch != "ebpf":
-        raise CheckmateError(f"--switch {options.switch}: its P4 program is not part of this version; use ebpf")
     if options.mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {options.mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
     chance = random.Random(options.seed)
