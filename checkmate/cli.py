@@ -78,9 +78,9 @@ def demo(
 def lab(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
-) -> None:
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
     """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
+) -> None:
 
     Switch, controller and shadow run in network namespaces of this machine. Prints the commands to use it with.
     """
@@ -132,13 +132,17 @@ app.add_typer(switch_app, name="switch")
 
 @switch_app.command("up")
 def switch_up(topology: TopologyFile) -> None:
-    """Run the eBPF switch of a topology, with its P4Runtime server, until SIGTERM."""
-    from checkmate.p4.ebpf.p4runtime_server import serve  # noqa: PLC0415
+    """Run the software switch of a topology, eBPF or BMv2, with its P4Runtime server, until SIGTERM."""
+    from checkmate.p4.ebpf import p4runtime_server  # noqa: PLC0415
+    from checkmate.p4.v1model import bmv2  # noqa: PLC0415
 
     switch = load_topology(topology).switch
-    if switch.target != "ebpf":
-        raise CheckmateError(f"switch.target is {switch.target!r}: only 'ebpf' is run by this command")
-    serve(switch.interfaces, str(switch.p4runtime), switch.device_id, switch.netns)
+    software = {"ebpf": p4runtime_server.serve, "bmv2": bmv2.serve}
+    if switch.target not in software:
+        raise CheckmateError(f"switch.target is {switch.target!r}: this command runs {' and '.join(software)} only")
+    if not switch.interfaces:
+        raise CheckmateError("switch.interfaces is missing: a software switch needs a map of port: interface name")
+    software[switch.target](switch.interfaces, str(switch.p4runtime), switch.device_id, switch.netns)
 
 
 @app.command()
