@@ -20,6 +20,7 @@ from rich.text import Text
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.plan_cli import plan
 from checkmate.status import export as export_state
 from checkmate.status import query
 from checkmate.topology import load_topology
@@ -79,8 +80,8 @@ def lab(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
-    """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
 ) -> None:
+    """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
 
     Switch, controller and shadow run in network namespaces of this machine. Prints the commands to use it with.
     """
@@ -185,17 +186,7 @@ def shadow(
     run_shadow(shadow_config, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
 
 
-@app.command()
-def plan(topology: Annotated[Path, typer.Argument(help="Topology (YAML).")], as_json: Json = False) -> None:
-    """Check a topology and show what the switch will hold when all its shadows are alive."""
-    from checkmate.plan import make_plan  # noqa: PLC0415
-
-    wanted = load_topology(topology)
-    the_plan = make_plan(wanted, {shadow.name for shadow in wanted.shadows})
-    if as_json:
-        print_json(the_plan.to_dict())
-    else:
-        Console().print(the_plan)
+app.command()(plan)
 
 
 @app.command()

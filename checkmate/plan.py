@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rich.console import Group as Lines
-from rich.table import Column, Table
-
-from checkmate import config
+from checkmate import config, limits
 from checkmate.config import CheckmateError
-from checkmate.topology import Group, Nic, Topology, mac_to_int
+from checkmate.limits import Usage
+from checkmate.queues import Queue, make_queues
+from checkmate.topology import Group, Nic, Topology, TopologyError, mac_to_int
 
 CLASSIFY = "CheckmateIngress.classify"
 PORT_ROLE = "CheckmateIngress.port_role"
@@ -30,6 +29,9 @@ REPLICATE = "CheckmateIngress.replicate"
 FLOOD = "CheckmateIngress.flood"
 
 FLOOD_GROUP = 1
+SCHEMA = 1
+"""Version of what ``Plan.to_dict`` gives."""
+
 _COPY_SOURCE_MAC = 0x02_43_4B_00_00_00
 """Source address of copies, the shadow's port number in its low 16 bits: a capture tells them from originals."""
 
@@ -168,6 +170,15 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.added or self.changed or self.removed)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "equal": not self,
+            "removed": [item.to_dict() for item in self.removed],
+            "changed": [{"before": before.to_dict(), "after": after.to_dict()} for before, after in self.changed],
+            "added": [item.to_dict() for item in self.added],
+        }
+
     def __str__(self) -> str:
         lines = [f"- {item}" for item in self.removed]
         lines += [line for before, after in self.changed for line in (f"- {before}", f"+ {after}")]
@@ -186,44 +197,43 @@ def diff(old: Rules, new: Rules) -> Difference:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules for a topology and its live shadows, and what their numbers mean."""
+    """The rules for a topology and its live shadows, what their numbers mean, and the queues of a hardware switch."""
 
     job: str
+    target: str
+    policy: str
     live: tuple[str, ...]
     rules: Rules
     ports: Mapping[int, str]
     group_names: Mapping[int, str]
+    queues: tuple[Queue, ...]
+
+    @property
+    def usage(self) -> tuple[Usage, ...]:
+        """What the rules take of each resource of the switch."""
+        return limits.usage(self.target, self.rules.entries, self.rules.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON: keys stay, and mean what they mean, as long as ``schema`` is the same."""
         return {
+            "schema": SCHEMA,
             "job": self.job,
+            "target": self.target,
+            "policy": self.policy,
             "live_shadows": list(self.live),
             "ports": {str(port): name for port, name in self.ports.items()},
             "group_names": {str(number): name for number, name in self.group_names.items()},
             **self.rules.to_dict(),
+            "queues": [queue.to_dict() for queue in self.queues],
+            "usage": {use.what: {"used": use.used, "limit": use.limit} for use in self.usage},
         }
-
-    def __rich__(self) -> Lines:
-        groups = _table("group", "for", "copies to", title=f"{self.job}: multicast groups")
-        for group in self.rules.groups:
-            members = ", ".join(f"{self.ports[port]} (port {port}, rid {rid})" for port, rid in group.replicas)
-            groups.add_row(str(group.id), self.group_names[group.id], members)
-        entries = _table("table", "match", "action", title=f"{self.job}: table entries")
-        for entry in self.rules.entries:
-            table, _, rest = str(entry).partition(": ")
-            match, _, action = rest.partition(" → ")
-            entries.add_row(table, match, action)
-        return Lines(groups, entries)
-
-
-def _table(*headers: str, title: str) -> Table:
-    """In a narrow window values are folded: a cut address says nothing."""
-    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
 
 
 def make_plan(topology: Topology, live_shadows: AbstractSet[str]) -> Plan:
-    """The plan; shadows that are not alive have no part in it, and a group without a live one is only forwarded."""
+    """The plan; shadows that are not alive have no part in it, and a group without a live one is only forwarded.
+
+    Raises CheckmateError for an unknown shadow, TopologyError with all of the switch's limits that are exceeded.
+    """
     for name in live_shadows:
         topology.shadow(name)
     groups, heartbeats = _replication(topology, live_shadows)
@@ -236,13 +246,19 @@ def make_plan(topology: Topology, live_shadows: AbstractSet[str]) -> Plan:
         [*_forwarding(topology, [nic for _, nic in hosts]), *_shadow_ports(topology), *heartbeats],
         [flood, *groups],
     )
-    return Plan(
+    plan = Plan(
         job=topology.job,
+        target=topology.switch.target,
+        policy=topology.policy,
         live=tuple(sorted(live_shadows)),
         rules=rules,
         ports=dict(sorted((nic.port, f"{name}/{nic.name}") for name, nic in hosts + shadows)),
         group_names={group.id: names[group.id] for group in rules.groups},
+        queues=make_queues(topology),
     )
+    if problems := limits.exceeded(plan.target, plan.usage):
+        raise TopologyError(f"job {topology.job}", problems)
+    return plan
 
 
 def receivers(topology: Topology, rules: Rules) -> frozenset[str]:
@@ -255,23 +271,31 @@ def _numbers(topology: Topology) -> dict[tuple[int, int], tuple[int, str]]:
     """Number and meaning of each possible multicast group, by (destination port, NIC index of the shadow).
 
     The destination port alone gives the number, so that jobs on one switch, which share no port, share none either.
+    Groups of one host share its numbers: they have the same shadows.
     """
+    names: dict[str, list[str]] = {}
+    for group in topology.groups:
+        for host in group.ranks:
+            names.setdefault(host, []).append(group.name)
     return {
         (nic.port, side): (
             FLOOD_GROUP + 1 + 2 * nic.port + side,
-            f"{group.name}: {'rank 0' if side == 0 else 'other ranks'} to {name}/{nic.name}",
+            f"{_some(names[host])}: {'rank 0' if side == 0 else 'other ranks'} to {host}/{nic.name}",
         )
-        for group in topology.groups
-        for name in group.ranks
-        for nic in topology.host(name).nics
+        for host in names
+        for nic in topology.host(host).nics
         for side in (0, 1)
     }
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _replication(topology: Topology, live: AbstractSet[str]) -> tuple[list[Multicast], list[Entry]]:
     numbers = _numbers(topology)
     groups: dict[int, Multicast] = {}
-    entries: list[Entry] = []
+    entries: dict[Key, Entry] = {}
     for group in topology.groups:
         shadows = [topology.shadow(name) for name in group.shadows if name in live]
         if not shadows:
@@ -281,8 +305,9 @@ def _replication(topology: Topology, live: AbstractSet[str]) -> tuple[list[Multi
             number, _ = numbers[target.port, side]
             groups[number] = Multicast(number, tuple(sorted([Replica(target.port, 0), *copies])))
             match = (("ingress_port", source.port), ("ethernet.dst_addr", mac_to_int(target.mac)))
-            entries.append(Entry(HEARTBEAT, match, REPLICATE, (("group", number),)))
-    return list(groups.values()), entries
+            entry = Entry(HEARTBEAT, match, REPLICATE, (("group", number),))
+            entries[entry.key] = entry
+    return list(groups.values()), list(entries.values())
 
 
 def _flows(topology: Topology, group: Group) -> Iterator[tuple[int, Nic, Nic]]:

@@ -158,18 +158,24 @@ def _check_host_ranks(topology: "Topology") -> Iterator[str]:
 
 def _check_told_apart(groups: list[tuple[str, Group]]) -> Iterator[str]:
     """A switch knows a group by ports and addresses alone: what goes between two hosts is copied in one way."""
-    first: dict[tuple[str, str], tuple[str, Group]] = {}
+    shadows: dict[str, tuple[str, Group]] = {}
+    sides: dict[tuple[str, str], tuple[str, bool]] = {}
     for path, group in groups:
-        for source, target in permutations(dict.fromkeys(group.ranks), 2):
-            other_path, other = first.setdefault((source, target), (path, group))
-            if _copied(group, source) != _copied(other, source):
+        for host in dict.fromkeys(group.ranks):
+            other_path, other = shadows.setdefault(host, (path, group))
+            if group.shadows != other.shadows:
                 yield (
-                    f"{path}: sends from {source!r} to {target!r} as {other_path} does, and the switch cannot tell the "
-                    "two apart; give both the same shadows and the same rank 0, or other hosts"
+                    f"{path}.shadows: {', '.join(group.shadows) or 'none'}, but {other_path} has "
+                    f"{', '.join(other.shadows) or 'none'} and shares {host!r} with it; the switch cannot tell the two "
+                    "apart; give both the same shadows, or other hosts"
                 )
                 break
-
-
-def _copied(group: Group, source: str) -> tuple[tuple[str, ...], bool]:
-    """What decides where the copies of what ``source`` sends go."""
-    return group.shadows, source == group.ranks[0]
+        for pair in permutations(dict.fromkeys(group.ranks), 2):
+            first = pair[0] == group.ranks[0]
+            other_path, other_first = sides.setdefault(pair, (path, first))
+            if first != other_first:
+                yield (
+                    f"{path}.ranks: {pair[0]!r} sends to {pair[1]!r} here and in {other_path}, but is rank 0 of only "
+                    "one; the switch cannot tell the two apart; put the same host first"
+                )
+                break

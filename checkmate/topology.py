@@ -50,6 +50,11 @@ class Topology:
     dscp_tag: int = config.DSCP_TAG
     policy: str = config.POLICIES[0]
 
+    @property
+    def nodes(self) -> tuple[Host | Shadow, ...]:
+        """Hosts, then shadows."""
+        return (*self.hosts, *self.shadows)
+
     def host(self, name: str) -> Host:
         """Host of that name; raises CheckmateError when there is none."""
         found: Host = rack.named(self.hosts, name, "host")

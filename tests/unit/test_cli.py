@@ -12,6 +12,7 @@ from checkmate.config import CheckmateError
 from checkmate.lab import LabConfig, lab_topology
 from checkmate.launch import Job, run_job
 from checkmate.plan import make_plan
+from checkmate.planning.tables import tables
 from checkmate.shadow.rx.receiver import RxConfig
 
 WRONG = [
@@ -41,7 +42,7 @@ def test_wrong_arguments_are_named(arguments: list[str], text: str) -> None:
 def test_a_plan_shows_all_of_an_address_in_a_narrow_window(tmp_path: Path) -> None:
     topology = lab_topology(LabConfig(2), "ckm0", tmp_path)
     console = Console(width=60, record=True, file=io.StringIO())
-    console.print(make_plan(topology, {"shadow0"}))
+    console.print(tables(make_plan(topology, {"shadow0"})))
     assert "…" not in console.export_text()
 
 

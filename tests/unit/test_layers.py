@@ -16,10 +16,12 @@ VOCABULARY = {
     "config",
     "costmodel",
     "crc32c",
+    "limits",
     "metrics",
     "plain",
     "plan",
     "protocol",
+    "queues",
     "rack",
     "rack_checks",
     "status",
@@ -34,10 +36,11 @@ STAGES: dict[str, set[str]] = {
     "controlplane": {"p4"},
     "shadow": set(),
     "persist": set(),
+    "planning": set(),
     "examples": {"train", "nccl_plugin"},
 }
 """Each with the stages that it may import."""
-COMPOSERS = {"__main__", "cli", "costreport", "demo", "lab", "launch", "progress", "rank", "services"}
+COMPOSERS = {"__main__", "cli", "costreport", "demo", "lab", "launch", "plan_cli", "progress", "rank", "services"}
 """They put stages together; no stage and no vocabulary may import them."""
 FACADE = {"__init__": {"train"}}
 """What users import."""

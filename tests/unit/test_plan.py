@@ -26,6 +26,7 @@ from checkmate.plan import (
     diff,
     make_plan,
 )
+from checkmate.planning.tables import tables
 from checkmate.topology import Topology
 
 RANKS = 4
@@ -181,9 +182,9 @@ def test_two_rules_for_the_same_traffic_are_refused() -> None:
 
 def test_it_prints_every_name_and_address() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(make_plan(TOPOLOGY, {"s0"}))
+    console.print(tables(make_plan(TOPOLOGY, {"s0"})))
     text = console.export_text()
-    for part in ("dp0: rank 0 to node0/eth0", "s0/eth1 (port 102, rid 1)", "dst_ip=10.1.0.101", "0x20&&&0x20"):
+    for part in ("dp0: rank 0 to node0/eth0", "s0/eth1 (port 102, rid 1)", "dst_ip 10.1.0.101", "0x20&&&0x20"):
         assert part in text
 
 
