@@ -36,6 +36,8 @@ _PREFIX = re.compile(r"ckm\d+(-\d+)?")
 _STOP_SECONDS = 10.0
 _DROP_ALL = "1,6 0 0 2,"  # classic BPF of one instruction: return TC_ACT_SHOT
 _STEER = 'for mask in /sys/class/net/*/queues/rx-*/rps_cpus; do echo "$1" > "$mask" || exit; done'
+_BMV2_WINDOW_FRAMES = 24
+"""Receive buffers for BMv2, in frames, of which the kernel offers half: its queues hold 64 and drop what is more."""
 _MOUNTS = {"bpf": "mode=0700", "cgroup2": "nosuid"}
 _COMMANDS = {
     "ip": "iproute2",
@@ -223,7 +225,11 @@ class Lab:
         for host in topology.hosts:
             _ip_batch([line for nic in host.nics for line in (f"addr add {nic.ip}/24 dev {nic.name}",)], host.netns)
         for name in namespaces:
-            _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+            _sysctl(name, "net.ipv6.conf.all.disable_ipv6=1")
+        if topology.switch.target == "bmv2":
+            window = _BMV2_WINDOW_FRAMES * topology.mtu
+            for host in topology.hosts:
+                _sysctl(host.netns, f"net.ipv4.tcp_rmem=4096 {window} {window}")
         self._bring_links_up(nodes, switch)
         if self._config.placement:
             self._steer_packets(self._config.placement)
@@ -376,6 +382,10 @@ def _kill_members(netns: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _sysctl(netns: str | None, setting: str) -> None:
+    _run("nsenter", f"--net=/run/netns/{netns}", "sysctl", "-qw", setting)
 
 
 def _ip_batch(lines: Sequence[str], netns: str | None = None) -> None:
