@@ -23,6 +23,7 @@ from checkmate.config import CheckmateError
 from checkmate.plan_cli import plan
 from checkmate.status import export as export_state
 from checkmate.status import query
+from checkmate.switch_cli import app as switch_app
 from checkmate.topology import load_topology
 
 app = typer.Typer(
@@ -127,31 +128,22 @@ def run_command(
     )
 
 
-switch_app = typer.Typer(help="The switch: run a software one.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(switch_app, name="switch")
 
 
-@switch_app.command("up")
-def switch_up(topology: TopologyFile) -> None:
-    """Run the software switch of a topology, eBPF or BMv2, with its P4Runtime server, until SIGTERM."""
-    from checkmate.p4.ebpf import p4runtime_server  # noqa: PLC0415
-    from checkmate.p4.v1model import bmv2  # noqa: PLC0415
-
-    switch = load_topology(topology).switch
-    software = {"ebpf": p4runtime_server.serve, "bmv2": bmv2.serve}
-    if switch.target not in software:
-        raise CheckmateError(f"switch.target is {switch.target!r}: this command runs {' and '.join(software)} only")
-    if not switch.interfaces:
-        raise CheckmateError("switch.interfaces is missing: a software switch needs a map of port: interface name")
-    software[switch.target](switch.interfaces, str(switch.p4runtime), switch.device_id, switch.netns)
-
-
 @app.command()
-def controller(topology: TopologyFile, socket: Socket) -> None:
+def controller(
+    topology: TopologyFile,
+    socket: Socket,
+    standby: Annotated[
+        bool,
+        typer.Option("--standby", help="Wait until the switch has no other controller of this job, then take over."),
+    ] = False,
+) -> None:
     """Keep the switch in step with the plan and register shadows, until SIGTERM."""
     from checkmate.controlplane.controller import Controller  # noqa: PLC0415
 
-    Controller(load_topology(topology), socket).run()
+    Controller(load_topology(topology), socket, standby=standby).run()
 
 
 @app.command()

@@ -8,5 +8,9 @@ from checkmate.topology import Topology
 def target_of(topology: Topology) -> P4RuntimeTarget:
     """The switch of a topology, for its job's controller; raises CheckmateError when its program was not compiled."""
     switch = topology.switch
-    device_config = bmv2.pipeline() if switch.target == "bmv2" else b""
-    return P4RuntimeTarget(switch.p4runtime, switch.device_id, device_config, topology.job)
+    return P4RuntimeTarget(switch.p4runtime, switch.device_id, device_config(switch.target), topology.job)
+
+
+def device_config(kind: str) -> bytes:
+    """What has to be loaded with the pipeline: the eBPF switch has its program built in."""
+    return bmv2.pipeline() if kind == "bmv2" else b""

@@ -6,7 +6,7 @@ from typing import Any
 
 from checkmate.controlplane import pre, tables
 from checkmate.controlplane.client import Client
-from checkmate.controlplane.target import Count, Counters, Kind, Update
+from checkmate.controlplane.target import Count, Counters, Kind, TargetError, UnreachableError, Update
 from checkmate.p4.shared import p4info
 from checkmate.p4.shared.messages import p4runtime_pb2
 from checkmate.plan import Entry, Key, Rules
@@ -49,6 +49,20 @@ class P4RuntimeTarget:
         info, held = self._client.pipeline()
         if info != self._info or held != cookie:
             self._client.set_pipeline(self._info, self._device_config, cookie)
+
+    def pipeline(self) -> str:
+        """Whose pipeline the switch runs: "ours", "another" or "none". Needs no primary, as all that only reads."""
+        info, _ = self._client.pipeline()
+        return "ours" if info == self._info else "another" if info.tables else "none"
+
+    def has_primary(self) -> bool | None:
+        """Whether a controller of our job is primary; None when the switch does not tell."""
+        try:
+            return self._client.has_primary()
+        except UnreachableError:
+            raise
+        except TargetError:
+            return None
 
     def read(self) -> Rules:
         """See ``Target``. Groups come first: what says whose they are was written before them."""

@@ -40,7 +40,19 @@ STAGES: dict[str, set[str]] = {
     "examples": {"train", "nccl_plugin"},
 }
 """Each with the stages that it may import."""
-COMPOSERS = {"__main__", "cli", "costreport", "demo", "lab", "launch", "plan_cli", "progress", "rank", "services"}
+COMPOSERS = {
+    "__main__",
+    "cli",
+    "costreport",
+    "demo",
+    "lab",
+    "launch",
+    "plan_cli",
+    "progress",
+    "rank",
+    "services",
+    "switch_cli",
+}
 """They put stages together; no stage and no vocabulary may import them."""
 FACADE = {"__init__": {"train"}}
 """What users import."""
