@@ -48,7 +48,7 @@ struct ckp_options {
     uint32_t writers;     /* writes in flight; 0: default */
     uint32_t pool_chunks; /* staging buffers; 0: default */
     uint32_t read_only;   /* list, read and verify only; several readers may share a file */
-    uint64_t chunk_bytes; /* a multiple of 64 KiB; 0: default */
+    uint64_t chunk_bytes; /* a multiple of 4096; 0: default */
 };
 
 struct ckp_about {
@@ -82,6 +82,8 @@ enum ckp_state {
     CKP_SUPERSEDED = 2, /* durable and readable; a newer one had been committed before it */
     CKP_PREPARED = 3    /* durable; waits for ckp_publish or ckp_discard */
 };
+
+#pragma GCC visibility push(default)
 
 /* Make a new file; it appears under its name only when whole. Refuses any existing path. */
 int ckp_create(const char *path, const struct ckp_geometry *geometry, struct ckp_error *error);
@@ -153,5 +155,7 @@ int ckp_verify(struct ckp_engine *engine, uint64_t counter, uint64_t *chunk, str
 /* Write `bytes` to an unnamed file in a folder, `writers` chunks at a time, then flush: bytes/s. */
 int ckp_probe(const char *folder, const struct ckp_options *options, uint64_t bytes, double *rate,
               struct ckp_error *error);
+
+#pragma GCC visibility pop
 
 #endif

@@ -1,0 +1,182 @@
+"""One checkpoint file and its engine: made when the size is known, made anew when it grows, read back as states."""
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from checkmate.persist.engine import Checkpoint, Engine, Options, PersistError, create
+from checkmate.persist.state import MapLocation, Stored, chunk_pieces
+from checkmate.persist.tune import Tuning, read_tuning, tune
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+_META_BYTES = 1 * MIB
+_DEFAULT = Tuning(chunk_bytes=4 * MIB, writers=2, in_flight=2, rate=0.0)
+_LEAST_CHUNKS = 4
+"""Of staging memory: less would stop the pipeline."""
+
+
+class CheckpointFile:
+    """A path, and the engine that has it open. Not thread-safe: its owner saves one state after the other.
+
+    The arguments are those of ``Checkpointer``. Raises PersistError for a path that cannot be used.
+    """
+
+    def __init__(
+        self, path: Path, in_flight: int | None, options: Options, capacity: int, memory: int | None, timeout_s: float
+    ) -> None:
+        if in_flight is not None and in_flight < 1:
+            raise PersistError(errno.EINVAL, f"in_flight is {in_flight}: at least 1 checkpoint must be in flight")
+        self.path = path
+        self._in_flight = in_flight
+        self._options = options
+        self._capacity = capacity
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self.engine: Engine | None = None
+        if path.exists() or path.is_symlink():
+            self.engine = self._open(path)
+        else:
+            _require_writable(path)
+
+    @property
+    def in_flight(self) -> int:
+        """N, of the file or, while there is none, wanted."""
+        if self.engine:
+            return self.engine.about().slots - 1
+        return self._in_flight or (read_tuning(self.path) or _DEFAULT).in_flight
+
+    def fit(self, data_bytes: int, meta_bytes: int) -> Engine:
+        """The engine of a file that takes a state of this size: it is made, or made anew with its newest checkpoint.
+
+        Nothing may be in flight when it grows. Raises PersistError, TimeoutError; the old file is then as it was.
+        """
+        if self.engine and not self.needs_rest(data_bytes, meta_bytes):
+            return self.engine
+        about = self.engine.about() if self.engine else None
+        wanted = self._in_flight or (about.slots - 1 if about else self._tuned().in_flight)
+        data_bytes = max(data_bytes, self._capacity, about.data_bytes if about else 0, 1)
+        meta_bytes = max(_META_BYTES, 2 * meta_bytes, about.meta_bytes if about else 0)
+        self.engine = self._make(wanted + 1, data_bytes, meta_bytes)
+        return self.engine
+
+    def needs_rest(self, data_bytes: int, meta_bytes: int) -> bool:
+        """True when ``fit`` will make the file anew."""
+        if not self.engine:
+            return False
+        about = self.engine.about()
+        fits = about.data_bytes >= data_bytes and about.meta_bytes >= meta_bytes
+        return not fits or (self._in_flight or about.slots - 1) != about.slots - 1
+
+    def close(self, timeout_s: float) -> None:
+        """Raises PersistError for an error that nobody had waited for, TimeoutError."""
+        if self.engine:
+            self.engine.close(timeout_s)
+            self.engine = None
+
+    def _tuned(self) -> Tuning:
+        return read_tuning(self.path) or tune(self.path, self._options)
+
+    def _make(self, slots: int, data_bytes: int, meta_bytes: int) -> Engine:
+        new = self.path.with_name(f".{self.path.name}.new")
+        new.unlink(missing_ok=True)  # of a process that died here
+        create(new, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
+        engine = None
+        try:
+            engine = self._open(new)
+            if self.engine:
+                self._carry_over(self.engine, engine)
+                self.engine.close(self._timeout_s)
+            new.replace(self.path)
+            _sync(self.path.parent)
+            return engine
+        except BaseException:
+            if engine:
+                engine.close(self._timeout_s)
+            new.unlink(missing_ok=True)
+            raise
+
+    def _carry_over(self, old: Engine, new: Engine) -> None:
+        checkpoint = old.newest()
+        if checkpoint is None:
+            return
+        ticket = new.begin(checkpoint.step, checkpoint.data_bytes, checkpoint.meta_bytes, timeout_s=self._timeout_s)
+        step = checkpoint.chunk_bytes
+        for offset in range(0, checkpoint.data_bytes, step):
+            part = bytearray(min(step, checkpoint.data_bytes - offset))
+            old.read(checkpoint.counter, offset, part)
+            ticket.write(offset, part)
+        ticket.finish(old.metadata(checkpoint.counter))
+        ticket.wait(self._timeout_s)
+
+    def _open(self, path: Path) -> Engine:
+        with contextlib.closing(Engine(path, Options(read_only=True))) as reader:
+            data_bytes = reader.about().data_bytes
+        options = (read_tuning(self.path) or _DEFAULT).options(self._options)
+        if not options.pool_chunks:
+            memory = self._memory or min(2 * data_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+            options = replace(options, pool_chunks=max(_LEAST_CHUNKS, -(-memory // options.chunk_bytes)))
+        return Engine(path, options)
+
+
+def read_state(engine: Engine, checkpoint: Checkpoint, map_location: MapLocation = None) -> Any:
+    """The state of a checkpoint. Raises PersistError (Code.DAMAGED), StateError."""
+    with engine.hold(checkpoint.counter):
+        stored = Stored.of(engine.metadata(checkpoint.counter), checkpoint.data_bytes)
+        scratch = bytearray(checkpoint.chunk_bytes)
+        for chunk, pieces in chunk_pieces(stored.spans, checkpoint.chunk_bytes):
+            offset, nbytes = chunk * checkpoint.chunk_bytes, sum(piece[2] for piece in pieces)
+            span, start, _ = pieces[0]
+            if len(pieces) == 1:  # straight to its place
+                engine.read(checkpoint.counter, offset, (span.memory.data_ptr() + start, nbytes))
+                continue
+            part = memoryview(scratch)[:nbytes]
+            engine.read(checkpoint.counter, offset, part)
+            for span, start, count in pieces:
+                span.memory.numpy()[start : start + count] = part[:count]
+                part = part[count:]
+    return stored.unpack(map_location)
+
+
+def read_manifest(engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The manifest of a checkpoint, with what its saver added. Raises PersistError when it is damaged."""
+    manifest: dict[str, Any] = msgpack.unpackb(engine.metadata(checkpoint.counter), strict_map_key=False)
+    return manifest
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[Engine]:
+    """An engine that only reads. Raises PersistError, also when a training process has the file open."""
+    engine = Engine(path, Options(read_only=True))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _require_writable(path: Path) -> None:
+    """Said at once, not after the first iterations."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise PersistError(errno.ENOENT, f"{path}: the folder {folder} does not exist; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PersistError(
+            errno.EACCES, f"{path}: nothing can be written to {folder}; choose a folder that you may write"
+        )
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

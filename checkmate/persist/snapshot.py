@@ -1,0 +1,110 @@
+"""From live tensors to the engine's staging buffers, and how long their owner must wait before changing them."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from checkmate.persist.device import DeviceCopy, PinnedPool
+from checkmate.persist.engine import PersistError, Ticket
+from checkmate.persist.state import MemoryKey, Packed, Span, StateError, memory_key
+
+Check = Callable[[Span], bool]
+
+
+class Snapshot:
+    """The live memory of one checkpoint until it is copied.
+
+    The trainer calls ``start``, then ``settle``, which returns when all but gated memory may change, and ``release``
+    before an optimizer's step; a background thread calls ``copy``. A tensor is checked when it was copied and before
+    its owner may change it: one that was changed in between makes the checkpoint fail, because it would hold neither
+    the old state nor the new. (torch doesn't count changes by fused optimizers or through ``.data``: a change can go
+    unnoticed, but none is reported that was not made.)
+    """
+
+    def __init__(
+        self, packed: Packed, ticket: Ticket, chunk_bytes: int, pinned: PinnedPool | None, timeout_s: float
+    ) -> None:
+        self._ticket = ticket
+        self._timeout_s = timeout_s
+        self._spans = packed.spans
+        self._versions = [(tensor, _version(tensor), packed.spans[memory_key(tensor)]) for tensor in packed.tensors]
+        self._device = DeviceCopy(packed, ticket, chunk_bytes, pinned, timeout_s) if pinned else None
+        self._lock = threading.Lock()
+        self._released: set[int] = set()
+        """Offsets of the spans that their owner may change."""
+        self._problem: Exception | None = None
+
+    def start(self) -> None:
+        """Give the CPU's memory to the engine. Raises PersistError."""
+        first = self._device.end if self._device else 0
+        for span in self._spans.values():
+            skip = max(0, first - span.offset)
+            if skip < span.nbytes:
+                self._ticket.write(span.offset + skip, (span.memory.data_ptr() + skip, span.nbytes - skip))
+
+    def settle(self) -> None:
+        """Wait until everything that isn't gated is copied."""
+        self._release([span for span in self._spans.values() if not span.gated])
+
+    def settle_all(self) -> None:
+        """Wait until everything is copied."""
+        self._release(list(self._spans.values()))
+
+    def release(self, memory: Iterable[MemoryKey]) -> None:
+        """Wait until this memory is copied: it may change then. Never raises: the checkpoint fails instead."""
+        spans = self._spans
+        self._release([spans[key] for key in memory if key in spans])
+
+    def copy(self) -> None:
+        """Copy what is on devices and wait for all. Raises PersistError, TimeoutError, StateError."""
+        if self._device:
+            self._device.run()
+        self._ticket.wait_copied(self._timeout_s)
+        with self._lock:
+            self._check(lambda span: span.offset not in self._released)
+            self._released.update(span.offset for span in self._spans.values())
+            self._spans, self._versions = {}, []  # what was saved may be freed
+            if self._problem:
+                raise self._problem
+
+    def _release(self, spans: list[Span]) -> None:
+        with self._lock:
+            waiting = [span for span in spans if span.offset not in self._released]
+            if not waiting:
+                return
+            offsets = {span.offset for span in waiting}
+            try:
+                for span in waiting:
+                    self._wait_for(span)
+                self._check(lambda span: span.offset in offsets)
+            except Exception as error:  # training goes on, whatever it is
+                self._problem = self._problem or error
+                self._give_up()
+            self._released |= offsets
+
+    def _give_up(self) -> None:
+        if self._device:
+            self._device.abort()  # `copy` ends the ticket, when what is being copied into its buffers has arrived
+        else:
+            with contextlib.suppress(PersistError):
+                self._ticket.abort()
+
+    def _wait_for(self, span: Span) -> None:
+        if self._device and span.offset < self._device.end:
+            self._device.wait(span)
+        if not self._device or span.end > self._device.end:
+            self._ticket.wait_copied(self._timeout_s, span.offset, span.nbytes)
+
+    def _check(self, wanted: Check) -> None:
+        for tensor, version, span in self._versions:
+            if wanted(span) and _version(tensor) != version:
+                self._problem = self._problem or StateError(
+                    f"a tensor of shape {list(tensor.shape)} was changed while it was being saved, and not by the step "
+                    f"of an attached optimizer; call wait_copied() before changing it"
+                )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,251 @@
+"""A state dict as one flat range of bytes and a small manifest, and back: exact to the bit, without pickle.
+
+The data of a checkpoint are the *spans* one after the other: of each piece of memory that tensors of the state lie in,
+the part from the first byte used to the last. Tensors that share memory share a span, so that it is stored once and
+they share memory again when loaded; gaps between strided elements are stored with it. The manifest is a msgpack map:
+"tree", the nested state in the plain form of ``checkmate.plain`` with each tensor as its index; "tensors", a list of
+[span, dtype, shape, stride, offset in elements, conjugated, negated], span -1 for tensors without elements; "spans", a
+list of [bytes, device]; and what the caller adds.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkmate import plain
+from checkmate.config import CheckmateError
+from checkmate.tensors import dtype_of
+
+VERSION = 1
+_ALIGN = 16
+"""Spans begin at multiples of the largest element size, so that an offset is a whole number of any elements."""
+
+Device = str | torch.device
+MapLocation = Device | Mapping[str, Device] | None
+"""Where loaded tensors go: None, where they were; a device, all of them; a map, by the device that they were on."""
+MemoryKey = tuple[str, int]
+"""Device and address of a piece of memory, whatever part of it a tensor uses."""
+
+
+class StateError(CheckmateError):
+    """A state that cannot be stored, or a stored one that makes no sense or does not fit; the text names the place."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """``memory``: live bytes, a 1-d uint8 tensor on any device. They are at ``offset`` of the checkpoint's data.
+
+    ``gated``: only the optimizer's step changes them, which waits for their copy.
+    """
+
+    memory: Tensor
+    offset: int
+    gated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A state dict ready to be stored. ``tensors``: the live tensors that have elements."""
+
+    manifest: dict[str, Any]
+    spans: dict[MemoryKey, Span]
+    tensors: list[Tensor]
+    data_bytes: int
+
+    def metadata(self, **more: Any) -> bytes:
+        """The manifest as stored, with plain values of the caller's."""
+        data: bytes = msgpack.packb({**self.manifest, **more})
+        return data
+
+
+def pack(state: Any, gated: Collection[MemoryKey] = ()) -> Packed:
+    """Describe a nested state; nothing is copied, only read. ``gated``: memory that only an optimizer's step changes.
+
+    CUDA memory comes first in the data, and memory that isn't gated before what is, so that it is copied first. Raises
+    StateError naming the place of a value that has no plain form, or of a tensor that isn't a plain one.
+    """
+    tensors: dict[int, Tensor] = {}
+    order: dict[int, int] = {}
+
+    def index(tensor: Tensor, where: str) -> dict[str, Any]:
+        _require_plain(tensor, where)
+        tensors[id(tensor)] = tensor  # kept, so that no other gets the same id
+        return {"index": order.setdefault(id(tensor), len(order))}
+
+    tree = plain.encode(state, tensor=index)
+    live = list(tensors.values())
+    pieces = _Pieces()
+    for tensor in live:
+        pieces.add(tensor)
+    spans = pieces.spans(gated)
+    numbers = {key: number for number, key in enumerate(spans)}
+    entries = [_describe(tensor, spans, numbers) for tensor in live]
+    manifest = {
+        "version": VERSION,
+        "tree": tree,
+        "tensors": entries,
+        "spans": [[span.nbytes, str(span.memory.device)] for span in spans.values()],
+    }
+    data_bytes = sum(span.nbytes for span in spans.values())
+    return Packed(manifest, spans, [tensor for tensor in live if tensor.numel()], data_bytes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A manifest read back: allocate ``spans``, fill them, then ``unpack``."""
+
+    manifest: dict[str, Any]
+    spans: list[Span]
+    devices: list[str]
+
+    @classmethod
+    def of(cls, metadata: bytes, data_bytes: int) -> "Stored":
+        """Parse and check a manifest, and allocate CPU memory for its spans. Raises StateError."""
+        try:
+            manifest = msgpack.unpackb(metadata, strict_map_key=False)
+            version = manifest["version"]
+            if version != VERSION:
+                raise StateError(f"the manifest has version {version}: this Checkmate reads {VERSION}; use a newer one")
+            sizes = [(_size(nbytes), str(device)) for nbytes, device in manifest["spans"]]
+        except StateError:
+            raise
+        except Exception as error:
+            raise StateError(f"the manifest makes no sense: {error!r}") from None
+        if sum(nbytes for nbytes, _ in sizes) != data_bytes:
+            raise StateError(f"the manifest describes other data than the {data_bytes} bytes that are stored")
+        spans, offset = [], 0
+        for nbytes, _ in sizes:
+            spans.append(Span(torch.empty(nbytes, dtype=torch.uint8), offset))
+            offset += nbytes
+        return cls(manifest, spans, [device for _, device in sizes])
+
+    def unpack(self, map_location: MapLocation = None) -> Any:
+        """The state, its tensors in the spans' memory or moved to where ``map_location`` says."""
+        memories = [
+            span.memory.to(_destination(device, map_location))
+            for span, device in zip(self.spans, self.devices, strict=True)
+        ]
+        try:
+            tensors = [_rebuild(entry, memories) for entry in self.manifest["tensors"]]
+            return plain.decode(self.manifest["tree"], lambda fields: tensors[fields["index"]])
+        except CheckmateError:
+            raise
+        except Exception as error:
+            raise StateError(f"the manifest makes no sense: {error!r}") from None
+
+
+@dataclass
+class _Pieces:
+    """Bytes used of each piece of memory, by device and address."""
+
+    used: dict[MemoryKey, tuple[torch.UntypedStorage, int, int]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.numel() == 0:
+            return
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        reach = sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + (reach + 1) * tensor.element_size()
+        start -= start % _ALIGN
+        storage, first, last = self.used.get(memory_key(tensor), (tensor.untyped_storage(), start, end))
+        self.used[memory_key(tensor)] = storage, min(first, start), max(last, end)
+
+    def spans(self, gated: Collection[MemoryKey]) -> dict[MemoryKey, Span]:
+        """One after the other, CUDA first: what has to be copied from devices is in as few chunks as can be."""
+        spans, offset = {}, 0
+        for key in sorted(self.used, key=lambda key: (key[0] == "cpu", key in gated)):
+            storage, first, last = self.used[key]
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            memory.set_(storage, first, (last - first,), (1,))
+            spans[key] = Span(memory, offset, key in gated)
+            offset += last - first
+        return spans
+
+
+def memory_key(tensor: Tensor) -> MemoryKey:
+    """Of the memory that a tensor with elements lies in."""
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _describe(tensor: Tensor, spans: Mapping[MemoryKey, Span], numbers: Mapping[MemoryKey, int]) -> list[Any]:
+    dtype, shape, stride = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())
+    if tensor.numel() == 0:
+        return [-1, dtype, shape, stride, str(tensor.device), False, False]
+    span = spans[memory_key(tensor)]
+    # The span's own storage offset is in bytes: it is a tensor of uint8.
+    first = tensor.storage_offset() - span.memory.storage_offset() // tensor.element_size()
+    return [numbers[memory_key(tensor)], dtype, shape, stride, first, tensor.is_conj(), tensor.is_neg()]
+
+
+def _rebuild(entry: Sequence[Any], memories: Sequence[Tensor]) -> Tensor:
+    number, dtype_name, shape, stride, first, conjugated, negated = entry
+    dtype, shape, stride = dtype_of(dtype_name), [_size(n) for n in shape], [_size(n) for n in stride]
+    if number == -1:
+        if math.prod(shape):
+            raise StateError(f"a tensor of shape {shape} has no data")
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    memory = memories[_size(number)]
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 in shape or (_size(first) + reach + 1) * dtype.itemsize > memory.numel():
+        raise StateError(f"a tensor of shape {shape} reaches beyond its {memory.numel()} bytes")
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    tensor.set_(memory.untyped_storage(), first, shape, stride)
+    tensor = tensor.conj() if conjugated else tensor
+    return torch._neg_view(tensor) if negated else tensor
+
+
+def _destination(device: str, map_location: MapLocation) -> Device:
+    if isinstance(map_location, Mapping):
+        return map_location.get(device, device)
+    if map_location is not None:
+        return map_location
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise StateError(f"the checkpoint holds tensors of {device}, which is not here: give map_location='cpu'")
+    return device
+
+
+def _require_plain(tensor: Tensor, where: str) -> None:
+    kind = type(tensor).__name__
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise StateError(f"{where} is a sparse or quantized tensor, which cannot be stored; make it dense")
+    if is_traceable_wrapper_subclass(tensor):
+        raise StateError(f"{where} is a {kind}: only plain tensors can be stored; for a DTensor give its to_local()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise StateError(f"{where} is on device {tensor.device}: only tensors on cpu and cuda can be stored")
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise StateError(f"the manifest makes no sense: {value!r} must be a size")
+    return value
+
+
+def chunk_pieces(spans: Iterable[Span], chunk_bytes: int) -> Iterator[tuple[int, list[tuple[Span, int, int]]]]:
+    """Chunks in order, each as its index and its pieces: (span, first byte of it, bytes)."""
+    pieces: list[tuple[Span, int, int]] = []
+    chunk = 0
+    for span in spans:
+        position = span.offset
+        while position < span.end:
+            if position // chunk_bytes != chunk:
+                yield chunk, pieces
+                chunk, pieces = position // chunk_bytes, []
+            end = min(span.end, (chunk + 1) * chunk_bytes)
+            pieces.append((span, position - span.offset, end - position))
+            position = end
+    if pieces:
+        yield chunk, pieces
