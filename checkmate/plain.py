@@ -1,9 +1,11 @@
 """Python state as plain msgpack-able values and back, without pickle: what arrives can never run code.
 
 Plain are None, bool, int, float, str, bytes, lists and maps with text keys. All else is a map with the key "~" that
-names what it is: tuple, tensor, array, long integer, map with other keys.
+names what it is: tuple, tensor, array, long integer, map with other keys. Who keeps tensors elsewhere gives functions
+for them, and gets back the map that his own made.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,20 +19,27 @@ _SCALARS = (type(None), bool, float, str, bytes)
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 
 
-def encode(value: Any, where: str = "state") -> Any:  # noqa: PLR0911 - one for each kind
-    """Plain form of a value; raises CheckmateError naming the place of anything that has none."""
+EncodeTensor = Callable[[torch.Tensor, str], dict[str, Any]]
+DecodeTensor = Callable[[dict[str, Any]], torch.Tensor]
+
+
+def encode(value: Any, where: str = "state", tensor: EncodeTensor | None = None) -> Any:  # noqa: PLR0911
+    """Plain form of a value; raises CheckmateError naming the place of anything that has none.
+
+    ``tensor(value, where)`` gives what stands for a tensor; by default its data does.
+    """
     if type(value) in _SCALARS:
         return value
     if type(value) is int:
         return value if value in _INT_RANGE else {_TAG: "int", "text": str(value)}
     if isinstance(value, list):
-        return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [encode(item, f"{where}[{index}]", tensor) for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": encode(list(value), where)}
+        return {_TAG: "tuple", "items": encode(list(value), where, tensor)}
     if isinstance(value, dict):
-        return _encode_map(value, where)
+        return _encode_map(value, where, tensor)
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, where)
+        return {**(tensor or _encode_tensor)(value, where), _TAG: "tensor"}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
@@ -42,33 +51,33 @@ def encode(value: Any, where: str = "state") -> Any:  # noqa: PLR0911 - one for 
     )
 
 
-def decode(value: Any) -> Any:  # noqa: PLR0911 - one for each kind
+def decode(value: Any, tensor: DecodeTensor | None = None) -> Any:  # noqa: PLR0911 - one for each kind
     """The value that ``encode`` was given (maps are dicts, whatever subclass they were)."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(_TAG):
         case None:
-            return {key: decode(item) for key, item in value.items()}
+            return {key: decode(item, tensor) for key, item in value.items()}
         case "int":
             return int(value["text"])
         case "tuple":
-            return tuple(decode(item) for item in value["items"])
+            return tuple(decode(item, tensor) for item in value["items"])
         case "map":
-            return {decode(key): decode(item) for key, item in value["items"]}
+            return {decode(key): decode(item, tensor) for key, item in value["items"]}
         case "tensor":
-            return _decode_tensor(value["data"], dtype_of(value["dtype"]), value["shape"])
+            return (tensor or _decode_tensor)(value)
         case "array":
             return np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
         case unknown:
             raise CheckmateError(f"stored state holds an unknown kind of value: {unknown!r}")
 
 
-def _encode_map(value: dict[Any, Any], where: str) -> dict[str, Any]:
+def _encode_map(value: dict[Any, Any], where: str, tensor: EncodeTensor | None) -> dict[str, Any]:
     if all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, f"{where} key"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {key: encode(item, f"{where}.{key}", tensor) for key, item in value.items()}
+    pairs = [[encode(key, f"{where} key"), encode(item, f"{where}[{key!r}]", tensor)] for key, item in value.items()]
     return {_TAG: "map", "items": pairs}
 
 
@@ -77,15 +86,11 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
         raise CheckmateError(f"{where} is a sparse or quantized tensor, which cannot be stored")
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {
-        _TAG: "tensor",
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "data": data,
-    }
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data}
 
 
-def _decode_tensor(data: bytes, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+def _decode_tensor(fields: dict[str, Any]) -> torch.Tensor:
+    data, dtype, shape = fields["data"], dtype_of(fields["dtype"]), fields["shape"]
     if not data:  # torch.frombuffer refuses an empty buffer
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
