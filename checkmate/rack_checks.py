@@ -102,7 +102,10 @@ def _check_tofino_ports(switch: Switch, nics: list[tuple[str, Nic]]) -> Iterator
         pipe, local = divmod(nic.port, PIPE_PORTS)
         if pipe >= switch.pipes or local >= FRONT_PORTS:
             ranges = ", ".join(f"{p * PIPE_PORTS} to {p * PIPE_PORTS + FRONT_PORTS - 1}" for p in range(switch.pipes))
-            yield f"{path}.port: {nic.port} is no front-panel port of {switch.pipes} pipes; allowed: {ranges}"
+            yield (
+                f"{path}.port: {nic.port} is no front-panel port of {switch.pipes} pipes; allowed: {ranges}; "
+                "correct it or switch.pipes"
+            )
         elif nic.port % link.lanes:
             yield (
                 f"{path}.port: {nic.port} cannot run at {link.speed}, which takes {link.lanes} lanes; "
@@ -113,7 +116,8 @@ def _check_tofino_ports(switch: Switch, nics: list[tuple[str, Nic]]) -> Iterator
                 f"{path}.port: {nic.port} at {link.speed} takes {link.lanes} lanes, of which {taken[0]} ({taken[1]}) "
                 "has one; move one of the two"
             )
-        owners |= dict.fromkeys(lanes, (f"{path}.port", nic.port))
+        else:
+            owners |= dict.fromkeys(lanes, (f"{path}.port", nic.port))
 
 
 def _check_shadow_nics(shadows: tuple[Shadow, ...]) -> Iterator[str]:

@@ -4,6 +4,7 @@ Names and ranges are those of the SDE's fixed tables ``$PORT``, ``$pre.port`` an
 ``bf_rt_port_tf1.json``, ``bf_rt_pre_tf1.json``, ``bf_rt_tm_tf1.json``).
 """
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 
@@ -87,7 +88,9 @@ _ISOLATE = """\
     # Policy isolate: nobody is ever paused. A copy that finds its shadow's queue full is dropped, and repaired later.
     # The copies' own pool: what all shadow queues hold at most, so that they never take buffer from training.
     tm.pool.cfg.mod(pool="EG_APP_POOL_2", size_cells={pool})
-    shadow_ports = {{{shadow_ports}}}
+    shadow_ports = {{
+{shadow_ports}
+    }}
     for dev_port, pipe, group, queue, *_ in ports:
         if dev_port in shadow_ports:
             # pool_max_cells: {limit_bytes} bytes; dynamic_baf DISABLE: that limit is fixed, not a part of what is free.
@@ -217,7 +220,7 @@ def _isolate(plan: Plan, values: dict[str, object]) -> Iterator[str]:
     limit_bytes = next(iter(limits.values()), 0)
     limit = limit_bytes // CELL_BYTES
     pool = _affordable(limit * len(limits))
-    ports = ", ".join(map(str, limits))
+    ports = textwrap.indent(textwrap.fill(" ".join(f"{port}," for port in limits), 100), " " * 8)
     yield _ISOLATE.format(**values, pool=pool, limit=limit, limit_bytes=limit_bytes, shadow_ports=ports)
 
 
