@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytest
 from checkmate.config import CheckmateError
 from checkmate.controlplane import controller
 from checkmate.controlplane.controller import Controller
+from checkmate.controlplane.reconcile import reconcile
 from checkmate.controlplane.registrar_client import RegistrarClient
 from checkmate.controlplane.target import Kind, Update
 from checkmate.controlplane.targets import target_of
+from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf.datapath import Count, Counter
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
@@ -167,6 +169,89 @@ def test_a_switch_that_comes_up_late_is_waited_for_and_that_is_said_once(
     assert len(said) == 1 and str(rig.topology.switch.p4runtime) in said[0].getMessage()
     rig.start_switch()
     assert soon(rig.in_sync_with("s")) and shadow.wait_mirrored(5)
+
+
+def test_a_late_shadow_is_not_counted_until_it_was_seeded(rig: Rig) -> None:
+    """Training goes on before, and its copies go to the shadow before it is complete (case W3)."""
+    datapath = rig.start_switch()
+    rig.start()
+    assert soon(rig.in_sync_with())
+    datapath.counts[Counter.TAGGED_IN, 1] = Count(1000, 1_500_000)
+    assert rig.status()["groups"] == {"dp": {"mirrored": [], "complete": False}}
+    shadow = rig.shadow()
+    assert shadow.wait_mirrored(5)
+    assert rig.status()["groups"] == {"dp": {"mirrored": ["s"], "complete": False}}
+    shadow.set_seeded(True)
+    assert soon(lambda: rig.status()["groups"]["dp"]["complete"])
+    shadow.close()
+    assert soon(lambda: rig.status()["groups"] == {"dp": {"mirrored": [], "complete": False}})
+    again = rig.shadow()
+    assert again.wait_mirrored(5)
+    assert rig.status()["groups"] == {"dp": {"mirrored": ["s"], "complete": False}}, "what it knew is gone with it"
+
+
+@contextmanager
+def process(rig: Rig, folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``checkmate controller`` with its status at ``folder/other``."""
+    rig.topology.dump(folder / "topology.yaml")
+    files = ["-t", str(folder / "topology.yaml"), "--socket", str(folder / "other")]
+    command = [sys.executable, "-P", "-m", "checkmate", "controller", *files, *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def asked(path: Path) -> dict[str, Any]:
+    """Status at a socket, empty while nobody answers."""
+    try:
+        return query(path)
+    except CheckmateError:
+        return {}
+
+
+def test_a_standby_takes_over_when_the_primary_is_killed_and_copies_go_on(rig: Rig, tmp_path: Path) -> None:
+    datapath = rig.start_switch()
+    with process(rig, tmp_path) as primary:
+        assert soon(lambda: asked(tmp_path / "other").get("in_sync"), 30)
+        shadow = rig.shadow()
+        assert shadow.wait_mirrored(5)
+        rig.controller.close()
+        rig.controller = Controller(rig.topology, rig.status_socket, interval_s=0.1, standby=True)
+        rig.start()
+        assert soon(lambda: "another primary" in rig.controller.status()["switch"]["error"])
+        assert not rig.controller.status()["primary"] and not rig.controller.status()["alarms"]
+        calls, start = datapath.calls, time.monotonic()
+        primary.kill()
+        assert soon(lambda: rig.controller.status()["primary"])
+        took = time.monotonic() - start
+        assert took < 3, f"the take-over took {took:.2f} s"
+    assert soon(rig.in_sync_with("s"), 15) and shadow.wait_mirrored(5)
+    assert len(datapath.heartbeats) == 6 and datapath.calls == calls, "nothing had to be written"
+    with process(rig, tmp_path, "--standby"):
+        assert soon(lambda: "another primary" in asked(tmp_path / "other").get("switch", {}).get("error", ""), 30)
+        assert rig.controller.status()["primary"] and rig.in_sync_with("s")()
+
+
+def test_a_controller_that_is_outbid_writes_no_more_and_leaves_the_shadows(rig: Rig) -> None:
+    datapath = rig.start_switch()
+    rig.start()
+    shadow = rig.shadow()
+    assert shadow.wait_mirrored(5)
+    switch = rig.topology.switch
+    other = P4RuntimeTarget(switch.p4runtime, switch.device_id, job="test", election_id=1000)
+    other.connect()
+    assert soon(lambda: not rig.controller.status()["primary"]) and soon(lambda: not shadow.mirrored)
+    with socket.create_server(rig.topology.registrar):  # is free for whoever serves the switch now
+        reconcile(other, make_plan(rig.topology, set()).rules, "test")
+        calls = datapath.calls
+        assert not soon(lambda: datapath.calls != calls, 0.5)
+        other.close()
+        assert soon(lambda: rig.controller.status()["primary"])
+        assert soon(lambda: "registrar" in str(rig.controller.status()["alarms"]))
+    assert soon(rig.in_sync_with("s"), 15) and shadow.wait_mirrored(5)
+    assert len(datapath.heartbeats) == 6
 
 
 def test_status_over_the_socket(rig: Rig) -> None:
