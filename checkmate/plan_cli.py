@@ -1,7 +1,6 @@
 """``checkmate plan``: check an inventory, show its plan, compare it with what a switch holds."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -72,14 +71,17 @@ def plan(
     the_plan = make_plan(topology, _alive(topology, live or []))
     if switch is not None and not compare:
         raise CheckmateError(f"--switch {switch}: only used with --diff; add it or leave this out")
+    files: list[tuple[str, Path, str]] = []
     if svg is not None:
         from checkmate.planning.svg import draw  # noqa: PLC0415
 
-        _write("--svg", svg, lambda: draw(topology, the_plan))
+        files.append(("--svg", svg, draw(topology, the_plan)))
     if tofino_setup is not None:
         from checkmate.planning.tofino import setup_script  # noqa: PLC0415
 
-        _write("--tofino-setup", tofino_setup, lambda: setup_script(topology, the_plan))
+        files.append(("--tofino-setup", tofino_setup, setup_script(topology, the_plan)))
+    for option, path, text in files:
+        _write(option, path, text)
     if compare:
         _compare(topology, the_plan, _address(topology, switch), as_json)
     elif as_json:
@@ -96,9 +98,9 @@ def _alive(topology: Topology, names: list[str]) -> frozenset[str]:
     return frozenset(names or (shadow.name for shadow in topology.shadows))
 
 
-def _write(option: str, path: Path, text: Callable[[], str]) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(text(), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckmateError(f"{option} {path}: {error.strerror}; name a file that can be written") from None
     Console(stderr=True, soft_wrap=True).print(f"wrote {path}", markup=False, highlight=False)

@@ -183,8 +183,10 @@ def test_the_set_up_script_is_written(tmp_path: Path) -> None:
     file = tmp_path / "setup.py"
     assert plan(INVENTORIES / "testbed.yaml", "--tofino-setup", file, "--json").exit_code == 0
     compile(file.read_text(), "setup.py", "exec")
-    assert "only 'tofino' has a set-up script" in refusal(DEMO, "--tofino-setup", tmp_path / "none.py")
-    assert not (tmp_path / "none.py").exists()
+    assert "only 'tofino' has a set-up script" in refusal(
+        DEMO, "--svg", tmp_path / "none.svg", "--tofino-setup", tmp_path / "none.py"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["setup.py"], "nothing is written when one cannot be"
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:

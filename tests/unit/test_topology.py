@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkmate import config
 from checkmate.config import CheckmateError
-from checkmate.topology import Endpoint, Topology, TopologyError, load_topology, read_token
+from checkmate.topology import Endpoint, Link, Topology, TopologyError, load_topology, read_token
 
 TEXT = """
 job: demo
@@ -71,6 +71,16 @@ WRONG = [
     (("registrar",), "somewhere:7702", "registrar: 'somewhere:7702' cannot be used; allowed: an IPv4 address"),
     (("registrar",), "10.255.0.1", "registrar: '10.255.0.1' cannot be used; allowed: host:port"),
     (("registrar",), "10.255.0.1:70000", "allowed: a TCP port, 1 to 65535"),
+    (("policy",), "lossles", "policy: 'lossles' cannot be used; did you mean 'lossless'?"),
+    (("policy",), "lossless", "policy: 'lossless' cannot be used; the target ebpf has no PFC"),
+    (("switch", "pipes"), 2, "switch.pipes: 2 cannot be used; allowed: for the target tofino only"),
+    (("switch", "link"), {"speed": "25G"}, "allowed: for the target tofino only; remove the key"),
+    (("hosts", 1, "ranks"), 2, "hosts[1].ranks: 'node1' runs 2 (default 1) but is in 1 groups (dp0)"),
+    (("hosts", 1, "ranks"), "8", "hosts[1].ranks: '8' cannot be used; allowed: a number of ranks, 0 to 64"),
+    (("hosts", 1, "nics", 0, "mtu"), 9000, "hosts[1].nics[0].mtu: 9000 is not the job's 1500; every link"),
+    (("hosts", 1, "nics", 0, "link"), {"speed": "1G"}, "link.speed: '1G' cannot be used; did you mean"),
+    (("hosts", 1, "nics", 0, "link"), {"fec": "fc"}, "link.fec: 'fc' cannot be used; allowed at 100G: rs, none"),
+    (("hosts", 1, "nics", 0, "link"), {"autoneg": "yes"}, "link.autoneg: 'yes' cannot be used; allowed: true or false"),
     (("mtuu",), 1500, "mtuu: unknown key; did you mean 'mtu'?"),
     (("switch", "target"), "epbf", "switch.target: 'epbf' cannot be used; did you mean 'ebpf'?"),
     (("switch", "device_id"), 0, "switch.device_id: 0 cannot be used"),
@@ -135,6 +145,86 @@ def test_a_host_in_two_groups_is_refused() -> None:
     data["groups"].append({"name": "dp1", "ranks": ["node1", "node0"], "shadows": []})
     with pytest.raises(TopologyError, match=r"hosts\[0\]\.ranks: 'node0' runs 1 .* in 2 groups \(dp0, dp1\)"):
         Topology.from_dict(data)
+
+
+def tofino(**ports: Any) -> dict[str, Any]:
+    """GOOD at a Tofino; ``ports``: of node0 and node1, and what their NICs say of their links."""
+    data = copy.deepcopy(GOOD) | {"switch": {"target": "tofino", "p4runtime": "10.255.0.2:9559"}}
+    nics = [nic for node in (*data["hosts"], *data["shadows"]) for nic in node["nics"]]
+    for nic, port in zip(nics, (0, 4, 8, 12), strict=True):
+        nic["port"] = port
+    for host, change in zip(data["hosts"], (ports.get("node0"), ports.get("node1")), strict=True):
+        host["nics"][0] |= change or {}
+    return data
+
+
+def test_a_tofino_is_read_with_its_links() -> None:
+    data = tofino(node1={"port": 140, "link": {"speed": "40G", "autoneg": True}})
+    topology = Topology.from_dict(data | {"policy": "lossless"})
+    nics = [host.nics[0] for host in topology.hosts]
+    assert [topology.switch.link_of(nic) for nic in nics] == [Link("100G", "rs", None), Link("40G", "none", True)]
+    assert Topology.from_dict(topology.to_dict()) == topology and topology.policy == "lossless"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"port": 2},
+            "hosts[1].nics[0].port: 2 cannot run at 100G, which takes 4 lanes; allowed: multiples of 4; take 0",
+        ),
+        (
+            {"port": 68},
+            "68 is no front-panel port of 2 pipes; allowed: 0 to 63, 128 to 191; correct it or switch.pipes",
+        ),
+        ({"port": 256}, "256 is no front-panel port of 2 pipes"),
+        ({"port": 3, "link": {"speed": "25G"}}, "3 at 25G takes 1 lanes, of which hosts[0].nics[0].port (0) has one"),
+    ],
+)
+def test_ports_that_a_tofino_does_not_have(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_dict(tofino(node1=change))
+    (problem,) = caught.value.problems
+    assert text in problem
+
+
+def test_hosts_may_run_several_ranks_where_the_switch_can_tell() -> None:
+    data = copy.deepcopy(GOOD)
+    for host in data["hosts"]:
+        host["ranks"] = 2
+    data["groups"].append({"name": "dp1", "ranks": ["node0", "node1"], "shadows": ["shadow0"]})
+    assert [len(host.nics) for host in Topology.from_dict(data).hosts] == [1, 1]
+    for key, value, text in (
+        ("shadows", [], "groups[1].shadows: none, but groups[0] has shadow0 and shares 'node0' with it"),
+        ("ranks", ["node1", "node0"], "groups[1].ranks: 'node1' sends to 'node0' here and in groups[0], but is rank 0"),
+    ):
+        wrong = copy.deepcopy(data)
+        wrong["groups"][1][key] = value
+        with pytest.raises(TopologyError) as caught:
+            Topology.from_dict(wrong)
+        (problem,) = caught.value.problems
+        assert problem.startswith(text)
+
+
+def test_a_host_that_is_only_forwarded_to() -> None:
+    data = copy.deepcopy(GOOD)
+    data["switch"]["interfaces"][5] = "s5"
+    nic = {"name": "eth0", "mac": "02:00:00:00:00:05", "ip": "10.1.0.5", "port": 5}
+    data["hosts"].append({"name": "spare", "management_ip": "10.255.0.50", "ranks": 0, "nics": [nic]})
+    assert Topology.from_dict(data).host("spare").ranks == 0
+    del data["hosts"][2]["ranks"]
+    with pytest.raises(TopologyError, match=r"hosts\[2\]\.ranks: 'spare' runs 1 .* is in no group"):
+        Topology.from_dict(data)
+
+
+def test_problems_of_a_file_have_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(TEXT.replace("mtu: 1500", "mtu: 15OO").replace("port: 4}", "port: 3}"))
+    with pytest.raises(TopologyError) as caught:
+        load_topology(tmp_path / "t.yaml")
+    assert [line.partition(": '")[0].partition(": 3")[0] for line in caught.value.problems] == [
+        "line 3: mtu",
+        "line 18: shadows[0].nics[1].port",
+    ]
 
 
 def test_all_problems_come_at_once() -> None:
