@@ -12,7 +12,9 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Self
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from checkmate.config import CheckmateError
@@ -56,6 +58,13 @@ class Coordinator:
             self._set("run", uuid.uuid4().hex)
         self.run = self._get("run", "rank 0 has not made its checkpointer")
         """Names this run of all ranks."""
+
+    @classmethod
+    def of_job(cls, name: str = "checkpoints", timeout_s: float = 600.0) -> Self:
+        """Of the ranks of the default process group, over its store."""
+        if not dist.is_initialized():
+            raise AgreementError("torch.distributed is not initialised: call init_process_group() first")
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), name, timeout_s)
 
     def next_save(self) -> int:
         """Number of a save."""
