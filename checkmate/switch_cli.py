@@ -135,10 +135,10 @@ def verify(
         verdicts = [verdict for verdict in verification.finish() if node is None or verdict.probes or verdict.problems]
     if as_json:
         groups = [verdict.to_dict() for verdict in verdicts]
-        _print_json({"problems": list(inspection.problems), "groups": groups})
+        _print_json({"problems": verification.problems, "groups": groups})
     else:
-        Console().print(verdict_table(inspection, verdicts))
-    if inspection.problems or any(verdict.problems for verdict in verdicts):
+        Console().print(verdict_table(inspection, verdicts, verification.problems))
+    if verification.problems or any(verdict.problems for verdict in verdicts):
         raise typer.Exit(1)
     _require_traffic(topology, job, verdicts)
 

@@ -96,11 +96,11 @@ def _problems(topology: Topology, plan: Plan, rules: Rules, pipeline: str, prima
     return problems + [f"not as planned (- held, + wanted): {line}" for line in lines]
 
 
-def copying(rules: Rules, plan: Plan) -> dict[int, list[Entry]]:
-    """Heartbeat entries of this job's ports by the multicast group that they use."""
+def copying(rules: Rules) -> dict[int, list[Entry]]:
+    """Heartbeat entries by the multicast group that they use."""
     found: dict[int, list[Entry]] = {}
     for entry in rules.entries:
-        if entry.table == HEARTBEAT and entry.group is not None and ingress_port(entry) in plan.ports:
+        if entry.table == HEARTBEAT and entry.group is not None:
             found.setdefault(entry.group, []).append(entry)
     return found
 

@@ -60,19 +60,24 @@ class Verdict:
 
 
 class Verification:
-    """Collects verdicts about the groups of an inspected switch, in the order ``start``, ``probe``, ``finish``."""
+    """Collects verdicts about the planned groups of a switch, in the order ``start``, ``probe``, ``finish``.
+
+    ``problems``: those of the inspection, and those that are no single group's.
+    """
 
     def __init__(self, inspection: Inspection, target: Target) -> None:
         self._inspection = inspection
         self._target = target
-        rules = inspection.rules
-        self._users = copying(rules, inspection.plan)
+        rules = inspection.plan.rules
+        self._users = copying(rules)
         self.verdicts = {
             group.id: Verdict(group, inspection.meaning(group)) for group in rules.groups if group.id in self._users
         }
         self._nics = {nic.port: nic for host in inspection.topology.hosts for nic in host.nics}
         self._macs = {nic.mac: nic for nic in self._nics.values()}
+        self._tapped: frozenset[int] = frozenset()
         self._before: tuple[Counters, Counters] | None = None
+        self.problems = list(inspection.problems)
 
     def start(self) -> None:
         """Note the counters."""
@@ -83,6 +88,7 @@ class Verification:
 
         What arrives is looked at on all taps.
         """
+        self._tapped = frozenset(taps)
         probes: dict[Probe, Multicast] = {}
         for number, entries in self._users.items():
             for entry in entries:
@@ -93,7 +99,7 @@ class Verification:
         expected = {
             (probe.nonce, port): frame
             for probe, group in probes.items()
-            for port, frame in _expected(probe, group, self._inspection.rules).items()
+            for port, frame in _expected(probe, group, self._inspection.plan.rules).items()
             if port in taps
         }
         for probe in probes:
@@ -114,14 +120,20 @@ class Verification:
                 verdict.problems.append(f"{verdict.probes} probes were sent, the switch counted {verdict.tagged}")
         for port in sorted({port for verdict in self.verdicts.values() for port in shadow_ports(verdict.group)}):
             users = [verdict for verdict in self.verdicts.values() if port in shadow_ports(verdict.group)]
-            copies = _ports(end, port) - _ports(settled, port)
-            low, high = (sum(spans[verdict.group.id] for verdict in users) for spans in (at_least, at_most))
+            copies = _copies(end, port) - _copies(settled, port)
+            low, high = (sum(tagged[verdict.group.id] for verdict in users) for tagged in (at_least, at_most))
             slack = 0 if low == high else IN_FLIGHT
             if not low - slack <= copies <= high + slack:
-                text = f"port {port} ({self._inspection.name(port)}) sent {copies} copies of {high} tagged frames"
-                for verdict in users:
-                    verdict.problems.append(text)
+                self._note(port, users, f"sent {copies} copies of {high} tagged frames")
         return list(self.verdicts.values())
+
+    def _note(self, port: int, users: Sequence[Verdict], text: str) -> None:
+        """Counters disagree: whose fault that is the taps tell, without one every group of the port is in doubt."""
+        problem = f"port {port} ({self._inspection.name(port)}) {text}"
+        self.problems.append(problem)
+        if port not in self._tapped:
+            for verdict in users:
+                verdict.problems.append(problem)
 
     def _read(self) -> Counters:
         return self._target.counters(list(self._inspection.plan.ports))
@@ -152,14 +164,14 @@ class Verification:
 
 
 def _expected(probe: Probe, group: Multicast, rules: Rules) -> dict[int, bytes]:
-    """The frame that each member of the group must get; a copy without rewriting is dropped by the switch."""
+    """The frame that each member of the group must get."""
     rewriting = {entry.match: dict(entry.params) for entry in rules.entries if entry.table == REWRITE}
     frames = {}
     for port, rid in group.replicas:
-        addresses = rewriting.get((("egress_port", port), ("egress_rid", rid)))
         if rid == 0:
             frames[port] = probe.sent()
-        elif addresses:
+        else:
+            addresses = rewriting[("egress_port", port), ("egress_rid", rid)]
             frames[port] = probe.copied(addresses["src_mac"], addresses["dst_mac"], addresses["dst_ip"])
     return frames
 
@@ -196,7 +208,7 @@ def _entry(counters: Counters, entry: Entry) -> int:
     return counters.entries[entry.key].packets if entry.key in counters.entries else 0
 
 
-def _ports(counters: Counters, port: int) -> int:
+def _copies(counters: Counters, port: int) -> int:
     cells = counters.ports.get(COPIES, {})
     return cells[port].packets if port in cells else 0
 

@@ -21,7 +21,7 @@ _PREFIXES = ("", "k", "M", "G", "T")
 def status_tables(inspection: Inspection) -> Lines:
     """All that ``checkmate switch status`` shows."""
     return Lines(
-        _switch(inspection), _ports(inspection), _groups(inspection), _usage(inspection), *_problems(inspection)
+        _switch(inspection), _ports(inspection), _groups(inspection), _usage(inspection), *_red(inspection.problems)
     )
 
 
@@ -38,7 +38,7 @@ def traffic_tables(inspection: Inspection, traffic: Traffic) -> Lines:
     return Lines(groups, ports)
 
 
-def verdict_table(inspection: Inspection, verdicts: Sequence[Verdict]) -> Lines:
+def verdict_table(inspection: Inspection, verdicts: Sequence[Verdict], problems: Sequence[str]) -> Lines:
     """A line for each group; what is wrong below."""
     table = _table("group", "for", "members", "probes", "tagged frames", "result", title="every group copies once")
     for verdict in verdicts:
@@ -47,7 +47,7 @@ def verdict_table(inspection: Inspection, verdicts: Sequence[Verdict]) -> Lines:
         number, counts = str(verdict.group.id), (str(verdict.probes), str(verdict.tagged))
         table.add_row(number, verdict.meaning, members, *counts, outcome)
     lines = (f"group {verdict.group.id}: {text}" for verdict in verdicts for text in verdict.problems)
-    return Lines(table, *_red(lines), *_problems(inspection))
+    return Lines(table, *_red(lines), *_red(problems))
 
 
 def _switch(inspection: Inspection) -> Table:
@@ -85,10 +85,6 @@ def _usage(inspection: Inspection) -> Table:
     for use in inspection.usage:
         table.add_row(use.what, str(use.used), str(use.limit))
     return table
-
-
-def _problems(inspection: Inspection) -> list[RenderableType]:
-    return _red(inspection.problems)
 
 
 def _red(lines: Iterable[str]) -> list[RenderableType]:
