@@ -1,6 +1,7 @@
 """Each benchmark command runs, in the smallest set-up that it allows, and prints figures that belong together."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,14 @@ def test_ingest() -> None:
     assert [result["payload"] for result in measured["results"]] == [1448, 8948]
     for result in measured["results"]:
         assert result["ratio"] == pytest.approx(result["ingest_gbs"][0] / result["copy_gbs"][0])
+
+
+def test_hop(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    small = ["--payloads=1448", "--repetitions=2", "--blocks=2", "--singles=20"]
+    measured = figures("hop.py", *small, f"--plot={plot}")
+    rows = {row["kind"]: row for row in measured["rows"]}
+    assert {"direct", "ebpf", "ebpf mirrored"} <= rows.keys()
+    assert ("bmv2 mirrored" in rows) is (shutil.which("simple_switch_grpc") is not None)
+    assert all(row["rate"]["least"] > 0 and row["latency_us"]["least"] > 0 for row in rows.values())
+    assert plot.stat().st_size > 0
