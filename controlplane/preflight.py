@@ -32,6 +32,7 @@ _ATTR_BYTES = 128
 _SHADOW_PORT = ("tx", "tso", "gso")
 _SHADOW_NIC = ("gro",)
 _BMV2_PORT = ("tx", "rx", "tso", "gso", "gro")
+_BMV2_HOST = ("tx", "tso", "gso")
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,9 @@ def _wanted_offloads(topology: Topology) -> Iterator[tuple[str | None, str, tupl
             yield switch.netns, name, _BMV2_PORT
         elif port in shadow_ports:
             yield switch.netns, name, _SHADOW_PORT
+    for host in topology.hosts if switch.target == "bmv2" else ():
+        for nic in host.nics:
+            yield host.netns, nic.name, _BMV2_HOST
     for shadow in topology.shadows:
         for nic in shadow.nics:
             yield shadow.netns, nic.name, _SHADOW_NIC

@@ -1,6 +1,7 @@
 """Preflight: what is missing is named with what to install or run."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -76,7 +77,10 @@ def topology(target: str) -> Topology:
                 "interfaces": {port: f"s{port}" for port in (1, 2, 3, 4)},
                 "netns": NETNS,
             },
-            "hosts": [{"name": f"node{i}", "management_ip": f"10.255.0.{i}", "nics": [nic("eth0", i)]} for i in (1, 2)],
+            "hosts": [
+                {"name": f"node{i}", "management_ip": f"10.255.0.{i}", "netns": NETNS, "nics": [nic(f"h{i}", i)]}
+                for i in (1, 2)
+            ],
             "shadows": [
                 {
                     "name": "s",
@@ -107,7 +111,7 @@ def veths() -> Iterator[None]:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes a network namespace")
-@pytest.mark.parametrize(("target", "named"), [("ebpf", {"s3", "s4"}), ("bmv2", {"s1", "s2", "s3", "s4"})])
+@pytest.mark.parametrize(("target", "named"), [("ebpf", {"s3", "s4"}), ("bmv2", {"s1", "s2", "s3", "s4", "h1", "h2"})])
 def test_an_offload_left_on_names_the_interface_and_a_command_that_cures_it(
     veths: None, target: str, named: set[str]
 ) -> None:
@@ -115,7 +119,7 @@ def test_an_offload_left_on_names_the_interface_and_a_command_that_cures_it(
     assert {what.split()[2] for what in found} == named
     for problem in found.values():
         command = problem.split("`")[1]
-        assert command.startswith(f"ip netns exec {NETNS} ethtool -K s")
+        assert re.match(f"ip netns exec {NETNS} ethtool -K [sh][1-4] ", command)
         run(*command.split())
     assert problems(preflight.check_offloads(topology(target))) == {}
 
