@@ -1,6 +1,6 @@
 """Frames as Linux hands them over between offloads: larger than any MTU, their checksums not yet computed.
 
-Only a software switch sees such frames; on a wire they are finished.
+Only a software switch sees such frames; on a wire they are finished. Only one in the kernel can finish them.
 """
 
 import contextlib
@@ -120,3 +120,17 @@ def test_two_copies_of_a_super_packet(switch: SwitchUnderTest) -> None:
         assert len(out[port]) == 20
         assert all(checksums_valid(copy) for copy in out[port])
         assert all(copy[:6] == frames.mac_number(port).to_bytes(6, "big") for copy in out[port])
+
+
+def test_an_offload_left_on_corrupts_nothing(running_switch: SwitchUnderTest) -> None:
+    """A switch outside the kernel passes on what is not finished: its receivers see a wrong checksum, and right data."""
+    running_switch.program(rules())
+    payload = b"payload of odd size"
+    frame = unfinished(tcp(1, 2, payload=payload))
+    with offloading_socket(running_switch, 1) as raw:
+        raw.send(with_header(frame, 0, 0))
+        out = running_switch.exchange()
+    assert out[2] == [frame]
+    (copy,) = out[5]
+    assert checksums_valid(copy) is (running_switch.name == "ebpf")
+    assert copy.endswith(payload)
