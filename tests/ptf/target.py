@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -32,6 +33,7 @@ _ARRIVAL_S = 10.0
 _FENCE_MAC = 0x02FE00000000
 """Address of a fence, the frame that follows a test's frames to a port; the last byte is that port."""
 
+_racks = itertools.count()
 Frames = dict[int, list[bytes]]
 Hop = tuple[int, int]
 """From a port to another."""
@@ -191,7 +193,7 @@ def bmv2_switch() -> Iterator[SwitchUnderTest]:
 @contextlib.contextmanager
 def _wired_rack() -> Iterator[tuple[Rack, Mapping[int, Wire]]]:
     with contextlib.ExitStack() as stack:
-        built = stack.enter_context(rack(PORTS, frozenset(SHADOW_PORTS)))
+        built = stack.enter_context(rack(PORTS, frozenset(SHADOW_PORTS), f"ptf{next(_racks)}x"))
         wires = {port: Wire(netns, built.far_interface) for port, netns in built.far_netns.items()}
         for wire in wires.values():
             stack.callback(wire.close)
