@@ -20,6 +20,7 @@ from rich.text import Text
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.persist_cli import app as persist_app
 from checkmate.plan_cli import plan
 from checkmate.status import export as export_state
 from checkmate.status import query
@@ -129,6 +130,7 @@ def run_command(
 
 
 app.add_typer(switch_app, name="switch")
+app.add_typer(persist_app, name="persist")
 
 
 @app.command()

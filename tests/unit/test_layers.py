@@ -47,6 +47,7 @@ COMPOSERS = {
     "demo",
     "lab",
     "launch",
+    "persist_cli",
     "plan_cli",
     "progress",
     "rank",
