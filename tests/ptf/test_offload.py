@@ -123,7 +123,7 @@ def test_two_copies_of_a_super_packet(switch: SwitchUnderTest) -> None:
 
 
 def test_an_offload_left_on_corrupts_nothing(running_switch: SwitchUnderTest) -> None:
-    """A switch outside the kernel passes on what is not finished: the checksum is seen to be wrong, the data is right."""
+    """A switch outside the kernel passes on what is not finished: the checksum tells, and the data is right."""
     running_switch.program(rules())
     payload = b"payload of odd size"
     frame = unfinished(tcp(1, 2, payload=payload))
