@@ -1,11 +1,11 @@
 """``checkmate switch``: run a software switch; look at a switch, its counters, and whether it copies as it must."""
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -131,7 +131,7 @@ def verify(
         if sources:
             verification.probe(opened, sources)
         else:
-            time.sleep(seconds)
+            sleep(seconds)
         verdicts = [verdict for verdict in verification.finish() if node is None or verdict.probes or verdict.problems]
     if as_json:
         groups = [verdict.to_dict() for verdict in verdicts]
@@ -176,7 +176,7 @@ def _readings(inspection: "Inspection", target: "P4RuntimeTarget", interval: flo
     ports = list(inspection.plan.ports)
     before = Sample(target.counters(ports))
     while True:
-        time.sleep(interval)
+        sleep(interval)
         after = Sample(target.counters(ports))
         yield traffic(target.read(), before, after)
         before = after

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate import config
+from checkmate.controlplane.ownership import scope
 from checkmate.controlplane.reconcile import BATCH, batches, reconcile
 from checkmate.controlplane.target import Kind, TargetError, Update
 from checkmate.controlplane.targets.fake import FakeTarget
@@ -29,11 +31,16 @@ from checkmate.topology import Topology
 SHADOWS = ("shadow0", "shadow1")
 
 
-def topology(ranks: int, offset: int = 0, tag: int = config.DSCP_TAG) -> Topology:
+def topology(ranks: int, offset: int = 0, tag: int = config.DSCP_TAG, shadow_port: int = 100) -> Topology:
     """One group of ``ranks`` hosts on ports from ``offset`` on, and two shadows behind them."""
 
     def nic(name: str, port: int) -> dict[str, object]:
-        return {"name": name, "mac": f"02:00:00:00:00:{port:02x}", "ip": f"10.1.0.{port}", "port": port}
+        return {
+            "name": name,
+            "mac": f"02:00:00:00:{port >> 8:02x}:{port & 0xFF:02x}",
+            "ip": f"10.1.{port >> 8}.{port & 0xFF}",
+            "port": port,
+        }
 
     ports = range(offset + 1, offset + ranks + 1)
     return Topology.from_dict(
@@ -52,7 +59,7 @@ def topology(ranks: int, offset: int = 0, tag: int = config.DSCP_TAG) -> Topolog
                 {
                     "name": name,
                     "management_ip": f"10.255.1.{i}",
-                    "nics": [nic("eth0", 100 + 2 * i), nic("eth1", 101 + 2 * i)],
+                    "nics": [nic("eth0", shadow_port + 2 * i), nic("eth1", shadow_port + 1 + 2 * i)],
                 }
                 for i, name in enumerate(SHADOWS, 1)
             ],
@@ -100,8 +107,13 @@ def assert_forwards(rules: Rules, plan: Plan) -> None:
 
 def interrupted(target: FakeTarget, wanted: Rules, stop_after: int, seed: int) -> None:
     """Apply at most ``stop_after`` updates one by one, each batch in a random order, and check every state."""
+    apply_some(target, target.read(), wanted, stop_after, seed)
+
+
+def apply_some(target: FakeTarget, current: Rules, wanted: Rules, stop_after: int, seed: int) -> None:
+    """The same from what ``current`` says is held."""
     shuffle = random.Random(seed).shuffle
-    for batch in batches(target.read(), wanted):
+    for batch in batches(current, wanted):
         shuffle(batch)
         for update in batch:
             if stop_after == 0:
@@ -148,7 +160,7 @@ def test_training_traffic_flows_while_shadows_come_and_go(
 def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> None:
     old, new = make_plan(topology(4), set(SHADOWS)), make_plan(topology(3, offset=1), set(SHADOWS))
     target = FakeTarget()
-    reconcile(target, old.rules)
+    reconcile(target, renumbered(old.rules))
     shuffle = random.Random(seed).shuffle
     for batch in batches(target.read(), new.rules):
         shuffle(batch)
@@ -156,6 +168,55 @@ def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> N
             target.apply([update])
             assert_forwards(target.read(), new)
     assert target.read() == new.rules
+
+
+def renumbered(rules: Rules) -> Rules:
+    """The same with numbers one higher, as another version might have chosen them."""
+
+    def moved(entry: Entry) -> Entry:
+        if entry.table != HEARTBEAT or entry.group is None:
+            return entry
+        return replace(entry, params=(("group", entry.group + 1),))
+
+    groups = [group if group.id == FLOOD_GROUP else replace(group, id=group.id + 1) for group in rules.groups]
+    return Rules.of(map(moved, rules.entries), groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 1), st.sets(st.sampled_from(SHADOWS)), st.integers(0, 60)), max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_two_jobs_on_one_switch_never_touch_each_other(steps: list[tuple[int, set[str], int]], seed: int) -> None:
+    """Whatever one does, and wherever it dies, the other one's entries, groups and part of the flooding stay."""
+    targets = [FakeTarget("one")]
+    targets.append(FakeTarget("two", targets[0]))
+    jobs = [topology(3, shadow_port=300), topology(2, offset=10)]
+    wanted = [make_plan(job, set()).rules for job in jobs]
+    for number in (0, 1):
+        reconcile(targets[number], wanted[number], ["one", "two"][number])
+    for number, live, stop in steps:
+        name, other = ("one", "two") if number == 0 else ("two", "one")
+        theirs = share(wanted[1 - number], wanted[1 - number])
+        wanted[number] = make_plan(jobs[number], live).rules
+        current, goal = scope(targets[number].read(), wanted[number], name)
+        apply_some(targets[number], current, goal, stop, seed)
+        assert share(targets[number].read(), wanted[1 - number]) == theirs
+        reconcile(targets[number], wanted[number], name)
+        assert reconcile(targets[1 - number], wanted[1 - number], other).written == 0
+
+
+def share(held: Rules, wanted: Rules) -> Rules:
+    """What of ``held`` a job with the plan ``wanted`` is about."""
+    keys = {item.key for item in wanted.items}
+    ports = {replica.port for group in wanted.groups if group.id == FLOOD_GROUP for replica in group.replicas}
+    flood = [
+        replace(group, replicas=tuple(replica for replica in group.replicas if replica.port in ports))
+        for group in held.groups
+        if group.id == FLOOD_GROUP
+    ]
+    groups = [group for group in held.groups if group.id in keys - {FLOOD_GROUP}]
+    return Rules.of([entry for entry in held.entries if entry.key in keys], flood + groups)
 
 
 def test_restart_of_the_switch_is_repaired() -> None:
