@@ -31,7 +31,7 @@ import msgpack
 from checkmate.config import CheckmateError
 
 MAX_MESSAGE = 64 << 20
-VERSION = 1
+VERSION = 2
 
 
 class ProtocolError(CheckmateError):
@@ -113,7 +113,8 @@ class Begun(Message):
 class Layout(Message):
     """What the bytes of each bucket are; sent before the first StepRecord that names ``digest``.
 
-    ``buckets``: list of {"bucket": int, "bytes": int, "dtype": str, "params": [[name, first element, elements], …]}.
+    ``buckets``: list of {"bucket": int, "bytes": int, "dtype": str, "params": [[name, first element, elements], …]};
+    "dtype" is that of the bytes, which a compressing hook makes another than the parameters'.
     """
 
     TYPE: ClassVar[str] = "layout"
@@ -123,11 +124,21 @@ class Layout(Message):
 
 @dataclass(frozen=True)
 class StepRecord(Message):
-    """The scalars of optimizer step ``step`` (from 1), the same on every rank.
+    """What optimizer step ``step`` (from 1) needs beside gradients, the same on every rank.
 
     ``groups``: one map per parameter group with all its hyperparameters except ``params``.
     ``skipped``: the trainer does not apply this step. ``unfollowed``: reason why the shadow can't follow this step
-    (for example gradients changed after the all-reduce); the shadow then asks for a seed.
+    (for example gradients changed in an unknown way after the all-reduce); the shadow then asks for a seed.
+    ``absent``: parameters whose gradient is None in this step, so that the optimizer passes them over.
+    ``changes``: what was done to the reduced gradients before the step, in order, each a map with ``op``
+
+    * ``clip_norm``: ``max_norm``, ``total_norm``, ``foreach`` as torch's ``clip_grads_with_norm_`` was given them
+    * ``clip_value``: ``clip_value``, ``foreach`` as torch's ``clip_grad_value_`` was given them
+    * ``unscale``: ``inv_scale`` that a GradScaler multiplied them by
+
+    and ``params``, names (None: all that have a gradient). ``scaler``: ``grad_scale`` and ``found_inf`` that a
+    GradScaler handed to a fused optimizer. Tensors in ``changes`` and ``scaler`` are as ``checkmate.plain`` makes
+    them.
     """
 
     TYPE: ClassVar[str] = "step"
@@ -136,18 +147,23 @@ class StepRecord(Message):
     groups: list[dict[str, Any]]
     skipped: bool = False
     unfollowed: str | None = None
+    absent: list[str] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    scaler: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Boundary(Message):
     """State of one rank after step ``step`` that gradients do not carry; opaque to the shadow.
 
-    ``state``: msgpack-able map (random number states, schedulers, data positions).
+    ``state``: msgpack-able map (random number states, schedulers, data positions). ``unfollowed``: parameters or
+    optimizer state were changed since the step by something else, so that only a seed of this step is its state.
     """
 
     TYPE: ClassVar[str] = "boundary"
     step: int
     state: dict[str, Any]
+    unfollowed: str | None = None
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class Engine:
             case StepRecord():
                 self._staging.add_record(rank, message)
             case Boundary():
-                self._staging.add_boundary(rank, message.step, message.state)
+                self._staging.add_boundary(rank, message.step, message.state, message.unfollowed)
 
     def _admit(self, hello: Hello) -> str | None:
         if hello.incarnation < max(self._incarnation, 1):

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from torch import Tensor
+
+from checkmate import plain
 from checkmate.protocol import Boundary, Layout, Message, ProtocolError, Seed, StepRecord
 from checkmate.tensors import manifest_bytes
 
@@ -17,10 +20,14 @@ def check(message: Message) -> None:
             _expect(message, "layout", isinstance(message.layout, str))
             _expect(message, "groups", _all(message.groups, _is_map))
             _expect(message, "skipped", isinstance(message.skipped, bool))
-            _expect(message, "unfollowed", message.unfollowed is None or isinstance(message.unfollowed, str))
+            _expect(message, "unfollowed", _is_text_or_none(message.unfollowed))
+            _expect(message, "absent", _all(message.absent, _is_text))
+            _expect(message, "changes", _all(message.changes, _is_change))
+            _expect(message, "scaler", message.scaler is None or _is_scaler(message.scaler))
         case Boundary():
             _expect(message, "step", _is_count(message.step))
             _expect(message, "state", _is_map(message.state))
+            _expect(message, "unfollowed", _is_text_or_none(message.unfollowed))
         case Seed():
             _expect(message, "step", _is_count(message.step))
             _expect(message, "optimizer", _is_optimizer(message.optimizer))
@@ -73,3 +80,47 @@ def _is_optimizer(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_change(value: Any) -> bool:
+    if not (_is_map(value) and value.get("op") in _CHANGES):
+        return False
+    fields = _CHANGES[value["op"]]
+    return (
+        value.keys() == {"op", "params", "foreach", *fields}
+        and (value["params"] is None or _all(value["params"], _is_text))
+        and value["foreach"] in (None, True, False)
+        and all(is_right(value[name]) for name, is_right in fields.items())
+    )
+
+
+def _is_scaler(value: Any) -> bool:
+    return (
+        _is_map(value)
+        and value.keys() == {"grad_scale", "found_inf"}
+        and all(item is None or _is_scalar_tensor(item) for item in value.values())
+    )
+
+
+def _is_float(value: Any) -> bool:
+    return type(value) is float
+
+
+def _is_scalar_tensor(value: Any) -> bool:
+    try:
+        tensor = plain.decode(value)
+    except Exception:  # whatever a hostile map makes of it
+        return False
+    return isinstance(tensor, Tensor) and tensor.numel() == 1 and tensor.is_floating_point()
+
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "clip_norm": {"max_norm": _is_float, "total_norm": _is_scalar_tensor},
+    "clip_value": {"clip_value": _is_float},
+    "unscale": {"inv_scale": _is_scalar_tensor},
+}
+"""Fields of each kind of change, and what they must be."""

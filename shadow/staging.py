@@ -180,14 +180,16 @@ class Staging:
                 f"{', '.join(_differences(piece.record, record))}",
             )
 
-    def add_boundary(self, rank: int, step: int, state: dict[str, Any]) -> None:
-        """A rank's state after ``step``."""
-        if step == self.step:
+    def add_boundary(self, rank: int, step: int, state: dict[str, Any], unfollowed: str | None = None) -> None:
+        """A rank's state after ``step``; ``unfollowed``: why that isn't what the step makes, but what a seed holds."""
+        if step == self.step:  # a seed's: trainers take it at the boundary
             self.boundaries.setdefault(rank, state)
             return
         piece = self._piece(step)
         if piece is not None:
             piece.boundaries.setdefault(rank, state)
+            if unfollowed is not None:
+                self._break(step, f"the trainer says: {unfollowed}")
 
     def add_damage(self, iteration: int | None, reason: str) -> None:
         """Gradients were lost. ``iteration`` None: of any iteration whose gradients are not known to be complete."""
@@ -393,7 +395,7 @@ def _differences(left: StepRecord, right: StepRecord) -> list[str]:
     """Names and values of the fields in which two records differ."""
     texts = [
         f"{name} ({getattr(left, name)!r} against {getattr(right, name)!r})"
-        for name in ("layout", "skipped", "unfollowed")
+        for name in ("layout", "skipped", "unfollowed", "absent", "changes", "scaler")
         if getattr(left, name) != getattr(right, name)
     ]
     if len(left.groups) != len(right.groups):

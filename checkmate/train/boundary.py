@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import plain
@@ -20,7 +21,7 @@ from checkmate.tensors import pack_group, set_group
 from checkmate.train import registry, rng
 from checkmate.train.data import TRACKER
 
-VERSION = 1
+VERSION = 2
 
 
 @runtime_checkable
@@ -84,8 +85,8 @@ class RankState:
         return {"version": VERSION, "after": after, "forward": now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state that ``take`` returned; ``first_forward`` completes it. Empty state: nothing to take up."""
-        if not state:
+        """Take up the state that ``take`` returned; ``first_forward`` completes it. There is none before step 1."""
+        if "after" not in state:
             return
         if state.get("version") != VERSION:
             raise CheckmateError(f"the stored rank state has version {state.get('version')}, this one reads {VERSION}")
@@ -95,6 +96,8 @@ class RankState:
         self._set_groups(now["groups"])
         for scheduler, stored in zip(self._schedulers(), now["schedulers"], strict=False):
             scheduler.load_state_dict(plain.decode(stored))
+        for scaler, stored in zip(self._scalers(), now["scalers"], strict=False):
+            scaler.load_state_dict(plain.decode(stored))
         if now["buffers"] is not None:
             self._buffers_change = True
             _load_buffers(self._module, now["buffers"])
@@ -115,6 +118,8 @@ class RankState:
                 f"the restored state holds {len(now['schedulers'])} learning-rate scheduler(s), the script made "
                 f"{len(schedulers)}: run the script that made it"
             )
+        if len(self._scalers()) < len(now["scalers"]):
+            raise CheckmateError("the restored state holds a GradScaler's scale, the script made none: run as before")
         if [plain.encode(scheduler.state_dict()) for scheduler in schedulers] != now["schedulers"]:
             for scheduler, stored in zip(schedulers, now["schedulers"], strict=True):
                 scheduler.load_state_dict(plain.decode(stored))
@@ -127,6 +132,11 @@ class RankState:
         named = [id(item) for item in self._others.values()]
         return [scheduler for scheduler in registry.schedulers(self._optimizer) if id(scheduler) not in named]
 
+    def _scalers(self) -> list[GradScaler]:
+        """Those that ``stateful`` does not name, in order of creation."""
+        named = [id(item) for item in self._others.values()]
+        return [scaler for scaler in registry.scalers() if id(scaler) not in named]
+
     def _at_forward(self) -> dict[str, Any]:
         return {
             "groups": [pack_group(group) for group in self._optimizer.param_groups],
@@ -134,6 +144,7 @@ class RankState:
                 plain.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
                 for scheduler in self._schedulers()
             ],
+            "scalers": [plain.encode(scaler.state_dict(), "the state of GradScaler") for scaler in self._scalers()],
             "stateful": _states("stateful ", self._others),
             "buffers": self._changed_buffers(),
         }

@@ -70,8 +70,20 @@ def _parameters(ddp: Any) -> list[Tensor]:
     return parameters
 
 
+def drop_hook(ddp: DistributedDataParallel) -> None:
+    """A new reducer without communication hook, which torch can't take back; before the first forward."""
+    _new_reducer(ddp, range(len(_parameters(ddp))))
+
+
 def _rebuild(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
     """A new reducer that believes that its first pass is over: DDP's own code makes the cut."""
+    _new_reducer(ddp, order)
+    ddp.reducer._push_all_rebuilt_params()
+    with torch.enable_grad():
+        ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
+
+
+def _new_reducer(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
     internals: Any = ddp
     parameters, expect_sparse = internals._build_params_for_reducer()
     parameters = [parameters[index] for index in order]
@@ -79,10 +91,10 @@ def _rebuild(ddp: DistributedDataParallel, order: Sequence[int]) -> None:
     names = internals._build_debug_param_to_name_mapping(parameters)
     ddp.reducer._remove_autograd_hooks()
     internals._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        internals.logger._set_static_graph()
     ddp._comm_hooks.clear()
-    ddp.reducer._push_all_rebuilt_params()
-    with torch.enable_grad():
-        ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
 
 
 def broadcast_order(ddp: DistributedDataParallel, indices: Sequence[int] | None) -> list[int] | None:

@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate import metrics
+from checkmate import metrics, plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Begun, Boundary, Layout, Message, StepRecord
 from checkmate.tensors import named_state, pack_group, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.boundary import RankState
-from checkmate.train.buckets import broadcast_order
+from checkmate.train.buckets import broadcast_order, drop_hook
 from checkmate.train.client import Client, ShadowError
+from checkmate.train.compression import Compression
 from checkmate.train.data import TRACKER
+from checkmate.train.gradients import around_scaled_step
 from checkmate.train.hook import GradientHook, TagPlugin
 from checkmate.train.link import RecordsLink
 from checkmate.train.peers import Peers
 from checkmate.train.seeder import Seeder
+from checkmate.train.watch import Watch
 
 log = logging.getLogger("checkmate")
 
@@ -38,7 +41,11 @@ CLOSE_S = 5.0
 
 
 class Checkpoint:
-    """A followed training run; made by ``checkmate.attach``."""
+    """A followed training run; made by ``checkmate.attach``.
+
+    Inside, ``_step`` counts iterations, which are sets of all-reduced gradients. A set that no optimizer step used,
+    because a GradScaler skipped it or another backward pass followed, is an iteration that the shadow skips.
+    """
 
     def __init__(
         self,
@@ -52,6 +59,8 @@ class Checkpoint:
         self._ddp, self._optimizer, self._state, self._client = ddp, optimizer, state, client
         self._plugin, self._peers = plugin, peers
         self._step = 0
+        self._superseded = 0
+        self._newest_state: dict[str, Any] = {}
         self._stepping = False
         self._followed = True
         self._started = False
@@ -62,7 +71,12 @@ class Checkpoint:
         self._seeder = Seeder(client, ddp.module, optimizer)
         self._link = RecordsLink(client, self._greeting, self._seeder.request)
         self._admission: Admission | None = None
-        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1, self._guard)
+        self._watch = Watch(ddp.module, optimizer)
+        self._changed_before = False
+        compression = Compression.of(ddp) or Compression.NONE
+        if compression is not Compression.NONE:
+            drop_hook(ddp)
+        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1, self._guard, self._supersede, compression)
         self._hook.register(ddp)
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._undo = self._install()
@@ -70,8 +84,12 @@ class Checkpoint:
 
     @property
     def committed(self) -> int | None:
-        """Newest step that the shadow holds completely, as far as this rank was told; None: none."""
-        return self._link.committed
+        """Newest step that the shadow holds completely, as far as this rank was told; None: none.
+
+        Backward passes whose gradients were reduced again before a step are not counted.
+        """
+        held = self._link.committed
+        return None if held is None else max(0, held - self._superseded)
 
     @property
     def dropped(self) -> int:
@@ -92,7 +110,8 @@ class Checkpoint:
             self._guard(self._seed_start)
             return None
         self._restore(self._held)
-        return self._step
+        self._guard(self._watch.seal)
+        return self._step - self._superseded
 
     def close(self, finished: bool = True) -> None:
         """Hand over the last step, wait shortly for its commit, end all connections and threads. May be repeated.
@@ -163,6 +182,7 @@ class Checkpoint:
 
     def _seed_start(self) -> None:
         """The shadow has no state: give it the initial one, before gradients flow."""
+        self._watch.seal()
         if self._peers.rank == 0 and self._incarnation:
             self._seeder.take(self._step, self._incarnation)
             if not self._seeder.wait(SEED_S):
@@ -196,7 +216,9 @@ class Checkpoint:
         params, buffers = named_state(self._ddp.module)
         unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
         self._state.restore(state.boundary)
+        self._newest_state = state.boundary
         self._ready_order = state.boundary.get("ready_order")
+        self._superseded = state.boundary.get("superseded", 0)
 
     # Every iteration
 
@@ -221,47 +243,108 @@ class Checkpoint:
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         unfollowed = "the last step did not finish" if self._stepping else self._unfollowed(args, kwargs)
         self._stepping = True
-        if unfollowed is not None and self._followed:
-            log.warning("step %d is not followed: %s; the shadow goes on from a seed", self._step + 1, unfollowed)
-        self._followed = unfollowed is None
-        self._guard(lambda: self._send_record(unfollowed))
+        self._guard(lambda: self._send_record(unfollowed, self._is_skipped_inside()))
 
     def _unfollowed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):  # args[0] is the optimizer
             return "the step was given a closure, which computes gradients inside it"
-        for attribute in ("grad_scale", "found_inf"):
-            if getattr(self._optimizer, attribute, None) is not None:
-                return "a GradScaler unscales the gradients inside the step"
-        return self._hook.unfollowed(self._optimizer)
+        if self._is_skipped_inside() and self._lacks_momentum():
+            return "torch's fused SGD makes momentum of uninitialised memory when a GradScaler skips its first step"
+        return self._hook.unfollowed(self._optimizer) or self._watch.changed()
 
-    def _send_record(self, unfollowed: str | None) -> None:
+    def _is_skipped_inside(self) -> bool:
+        """A GradScaler lets a fused optimizer skip the step by itself."""
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
+    def _lacks_momentum(self) -> bool:
+        state = self._optimizer.state
+        return any(
+            param.grad is not None and group.get("momentum") and state[param].get("momentum_buffer") is None
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+        )
+
+    def _send_record(self, unfollowed: str | None, skipped: bool) -> None:
+        if unfollowed is not None and self._followed:
+            log.warning("step %d is not followed: %s; the shadow goes on from a seed", self._step + 1, unfollowed)
+        self._followed = unfollowed is None
         layout = self._hook.layout
         if layout is not self._layout and layout is not None:
             self._layout = layout
             self._link.send(layout)
-        groups = [pack_group(group) for group in self._optimizer.param_groups]
-        digest = layout.digest if layout is not None else ""
-        self._link.send(StepRecord(self._step + 1, digest, groups, unfollowed=unfollowed))
+        record = StepRecord(
+            self._step + 1,
+            layout.digest if layout is not None else "",
+            [pack_group(group) for group in self._optimizer.param_groups],
+            skipped,
+            unfollowed,
+            self._hook.trail.absent(),
+            self._hook.trail.changes(),
+            self._scaler(),
+        )
+        self._link.send(record)
+
+    def _scaler(self) -> dict[str, Any] | None:
+        values = {name: getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        if not any(isinstance(value, torch.Tensor) for value in values.values()):
+            return None
+        return {name: plain.encode(value) for name, value in values.items()}
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._step += 1
         self._stepping = False
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self._step += 1
         self._hook.next_step()
         self._guard(self._settle)
 
     def _settle(self) -> None:
+        self._watch.seal()
         if self._link.connected:
             self._state.after_step()
-        if self._peers.rank == 0 and self._incarnation:
-            self._seeder.take_if_wanted(self._step, self._incarnation)
+
+    def _scaled_step(self, step: Callable[[], Any]) -> Any:
+        """Around a GradScaler's decision whether the optimizer steps."""
+        before = self._step
+        result = step()
+        if self._step == before and not self._stepping:
+            self._guard(lambda: self._send_record(self._watch.changed(), skipped=True))
+            self._end_iteration()
+        return result
+
+    def _supersede(self) -> None:
+        """Gradients are reduced again before any step: the shadow skips those before, and what it would restore after
+        them is still the state before them."""
+        self._send_record(None, skipped=True)
+        self._step += 1
+        self._superseded += 1
+        state = {**self._newest_state, "superseded": self._superseded}
+        self._link.send(Boundary(self._step, state))
 
     def _send_boundary(self, at_forward: bool) -> None:
         state = self._state.take(at_forward)
-        if state is not None:
-            tagged = self._plugin.counters().tagged_bytes
-            metrics.note("step", **self._where(), tagged_bytes=tagged)
-            state["ready_order"] = self._hook.ready_order.indices
-            self._link.send(Boundary(self._step, state))
+        if state is None:
+            return
+        tagged = self._plugin.counters().tagged_bytes
+        metrics.note("step", **self._where(), tagged_bytes=tagged)
+        state |= {"ready_order": self._hook.ready_order.indices, "superseded": self._superseded}
+        self._newest_state = state
+        self._link.send(Boundary(self._step, state, self._outside_change()))
+        if self._peers.rank == 0 and self._incarnation:
+            self._seeder.take_if_wanted(self._step, self._incarnation)
+
+    def _outside_change(self) -> str | None:
+        """What was changed since the step; a seed tells the shadow, at once if that is not what every step needs."""
+        reason = self._watch.changed()
+        if reason is not None:
+            self._watch.seal()
+            if not self._changed_before:
+                log.warning("after step %d %s: the shadow needs a seed", self._step, reason)
+                self._seeder.request(reason)
+        self._changed_before = reason is not None
+        return reason
 
     def _where(self) -> dict[str, int]:
         return {"rank": self._peers.rank, "incarnation": self._incarnation, "step": self._step}
@@ -283,7 +366,9 @@ class Checkpoint:
         forward = self._ddp.register_forward_pre_hook(lambda _module, _args: self.before_forward(), prepend=True)
         after = self._optimizer.register_step_post_hook(self._after_step)
         atexit.register(self._at_exit)
+        around_scaled_step(self._optimizer, self._scaled_step)
         return [
+            lambda: around_scaled_step(self._optimizer, None),
             forward.remove,
             after.remove,
             lambda: self._step_hook.remove(),  # noqa: PLW0108 - the newest one

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import config
 from checkmate.train import boundary, registry
+from checkmate.train.compression import Compression, hook_name
 
 FOLLOWED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 CARRIERS = ["checkmate", "nccl"]
@@ -50,8 +51,14 @@ def _backend_name(ddp: DistributedDataParallel) -> str:
 
 
 def _module(ddp: DistributedDataParallel) -> Iterator[str]:
-    if ddp._comm_hooks or ddp.mixed_precision is not None:
-        yield "the module has a communication hook already (or DDP mixed precision, which is one)"
+    if ddp.mixed_precision is not None:
+        yield "DDP's mixed_precision reduces through a communication hook of its own: use autocast instead"
+    if Compression.of(ddp) is None:
+        followed = ", ".join(str(kind.value) for kind in Compression if kind.value)
+        yield (
+            f"the module's communication hook {hook_name(ddp)}: what it reduces is not the gradient; only torch's own "
+            f"{followed} of DDP's own process group are followed"
+        )
     if ddp._delay_all_reduce_params:
         yield "delay_all_reduce_named_params: those gradients never pass the communication hook"
     if ddp._use_python_reducer:
@@ -72,28 +79,27 @@ def _optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -
     cls = type(optimizer)
     if cls not in FOLLOWED:
         names = ", ".join(kind.__name__ for kind in FOLLOWED)
-        yield f"optimizer {cls.__module__}.{cls.__qualname__}: only torch's own {names} are followed"
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    trained = {id(param): name for name, param in ddp.module.named_parameters() if param.requires_grad}
+        yield (
+            f"optimizer {cls.__module__}.{cls.__qualname__}: only torch's own {names} are followed, whose update of an "
+            "element depends on nothing but that element"
+        )
     names_of_all = {id(param): name for name, param in ddp.module.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             yield f"parameter group {index} is differentiable, which no shadow can be"
         for param in group["params"]:
-            if id(param) not in trained:
-                yield _stray(names_of_all.get(id(param)), param, index)
-    missing = [name for key, name in trained.items() if key not in held]
-    if missing:
-        yield (
-            f"parameter {missing[0]} and {len(missing) - 1} more are trained but not in this optimizer: one optimizer "
-            "must hold them all (several are not supported); set requires_grad=False on those that stay constant"
-        )
-
-
-def _stray(name: str | None, param: Tensor, group: int) -> str:
-    if name is not None:
-        return f"parameter {name} is frozen but in parameter group {group}: leave it out of the optimizer"
-    return f"parameter group {group} holds a parameter of shape {list(param.shape)} that is not in the DDP module"
+            if id(param) not in names_of_all:
+                shape = list(param.shape)
+                yield f"parameter group {index} holds a parameter of shape {shape} that is not in the DDP module"
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = {key: name for key, name in names_of_all.items() if key not in held}
+    for other in registry.all_optimizers() if missing else ():
+        theirs = [missing[id(p)] for group in other.param_groups for p in group["params"] if id(p) in missing]
+        if other is not optimizer and theirs:
+            yield (
+                f"parameter {theirs[0]} and {len(theirs) - 1} more are not in this optimizer but in another "
+                f"{type(other).__name__}: one optimizer must hold all that are trained (several are not supported)"
+            )
 
 
 def _stateful(optimizer: torch.optim.Optimizer, stateful: Mapping[str, object]) -> Iterator[str]:

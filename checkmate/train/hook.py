@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.protocol import Layout
+from checkmate.tensors import is_same
 from checkmate.train.buckets import ReadyOrder
+from checkmate.train.compression import Compression
+from checkmate.train.gradients import GradientTrail
 
 
 class Counters(Protocol):
@@ -66,8 +69,9 @@ class Bucket(Protocol):
 class GradientHook:
     """Communication hook of one DDP module.
 
-    ``iteration`` tells the optimizer step that gradients are now for. ``guard`` runs what is not the reduction itself,
-    so that no error of it reaches training.
+    ``iteration`` tells the iteration that gradients are now for. ``guard`` runs what is not the reduction itself, so
+    that no error of it reaches training. ``superseded`` is called when a reduction begins although none of the
+    gradients of the one before was used in a step. ``compression``: of a hook of the user's that this one replaces.
     """
 
     def __init__(
@@ -76,8 +80,11 @@ class GradientHook:
         plugin: TagPlugin,
         iteration: Callable[[], int],
         guard: Callable[[Callable[[], None]], None],
+        superseded: Callable[[], None] = lambda: None,
+        compression: Compression = Compression.NONE,
     ) -> None:
         self._closed = False
+        self._superseded = superseded
         self._guard = guard
         self._plugin = plugin
         self._iteration = iteration
@@ -85,13 +92,18 @@ class GradientHook:
         self._world = dist.get_world_size(self._group)
         self.ready_order = ReadyOrder(ddp)
         self._params = {id(p): (name, p) for name, p in ddp.module.named_parameters() if p.requires_grad}
-        self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()])
+        self._frozen = {id(p): (name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad}
+        self.trail = GradientTrail(self._params)
+        self._compression = compression
+        self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()], compression)
+        self._may_be_unused = (ddp.find_unused_parameters or ddp.static_graph) and not ddp.gradient_as_bucket_view
+        self._untouched: list[tuple[str, Tensor, int, Tensor]] = []
+        self._stale: str | None = None
         self._keys: dict[int, tuple[Any, ...]] = {}
         self._buckets: dict[int, dict[str, Any]] = {}
         self._layout: Layout | None = None
         self._open = False
         self._reductions = 0
-        self._sealed: dict[int, tuple[int, int]] = {}
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Become the module's communication hook; raises RuntimeError when it has one."""
@@ -116,64 +128,91 @@ class GradientHook:
         self._plugin.unregister_buckets()
 
     def unfollowed(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why what the optimizer is about to use is not exactly the gradients that were all-reduced; None: it is."""
-        if self._open or self._reductions != 1:
-            return self._count_reason()
-        for index, group in enumerate(optimizer.param_groups):
-            if any(id(param) not in self._params for param in group["params"]):
-                return f"parameter group {index} holds a parameter that is not in the DDP module"
-        for name, param in self._params.values():
-            if param.grad is None:
-                return f"parameter {name} got no gradient"
-            if self._sealed.get(id(param)) != _fingerprint(param.grad):
-                return f"the gradient of {name} was changed after its all-reduce (clipping, unscaling, …)"
-        return None
-
-    def _count_reason(self) -> str:
+        """Why the shadow can't know the gradients that the optimizer is about to use; None: it can."""
         if self._open:
             return "a backward pass did not finish"
         if not self._reductions:
             return "no all-reduce since the last step"
-        return f"{self._reductions} all-reduces since the last step: accumulate under no_sync()"
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in self._params and (problem := self._unreduced(param)):
+                    return f"parameter group {index} holds {problem}"
+        if self._stale is not None:
+            return f"parameter {self._stale} was used on no rank and keeps an older gradient: zero it before backward"
+        if (name := self.trail.unexplained()) is not None:
+            return (
+                f"the gradient of {name} was changed after its all-reduce, and not by torch's clip_grad_norm_, "
+                "clip_grad_value_ or GradScaler"
+            )
+        return None
+
+    def _unreduced(self, param: Tensor) -> str | None:
+        if id(param) not in self._frozen:
+            return f"a parameter of shape {list(param.shape)} that is not in the DDP module"
+        if param.grad is not None:
+            name = self._frozen[id(param)][0]
+            return f"{name}, which was frozen when DDP was made and has a gradient that is not all-reduced"
+        return None
 
     def next_step(self) -> None:
-        """The optimizer stepped: reductions from now on are for the next step."""
+        """The iteration is over: reductions from now on are for the next one."""
         self._reductions = 0
         self._open = False
+        self.trail.end()
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        self._divide(bucket, buffer)
+        sent = self._compression.compress(buffer)
+        self._divide(bucket, sent)
         if not self._closed:
-            self._guard(lambda: self._announce(bucket, buffer))
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            self._guard(lambda: self._announce(bucket, buffer, sent))
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         future: torch.futures.Future[list[Tensor]] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+        if sent is buffer:
+            return future.then(lambda done: done.value()[0])
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
 
-    def _announce(self, bucket: Bucket, buffer: Tensor) -> None:
+    def _announce(self, bucket: Bucket, buffer: Tensor, sent: Tensor) -> None:
         index = bucket.index()
         if index == 0:
-            self._reductions += self._open  # one that never finished
+            if self._open or self._reductions:
+                self._superseded()
+                self.next_step()
             self._open = True
+            self._untouched = []
             self._plugin.set_iteration(self._iteration())
-        self._note_layout(bucket, index, buffer)
-        if not self._reductions:  # a second one would be another gradient for the same step
-            self._plugin.register_bucket(buffer.data_ptr(), buffer.nbytes, index)
+        self._note_layout(bucket, index, buffer, sent)
+        self._plugin.register_bucket(sent.data_ptr(), sent.nbytes, index)
+        if self._may_be_unused:
+            self._note_gradients(bucket)
         if bucket.is_last():
             self._buckets = {i: self._buckets[i] for i in range(index + 1)}
             _after_finalize(lambda: self._guard(self._seal))
 
+    def _note_gradients(self, bucket: Bucket) -> None:
+        """DDP leaves gradients as they are that no rank used: they are not always what the bucket holds."""
+        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if param.grad is not None:
+                self._untouched.append((self._params[id(param)][0], param, param.grad._version, view))
+
     def _seal(self) -> None:
-        """End of backward: gradients must stay as they are now."""
+        """End of backward: gradients must stay as they are now, or change in a way that is known."""
         self._plugin.unregister_buckets()  # a buffer's address may be another tensor's after a rebuild
         self.ready_order.seal()
         self._open = False
         self._reductions += 1
-        self._sealed = {
-            key: _fingerprint(param.grad) for key, (_, param) in self._params.items() if param.grad is not None
-        }
+        untouched, self._untouched = self._untouched, []
+        self._stale = next(
+            (
+                name
+                for name, param, version, view in untouched
+                if param.grad is not None and param.grad._version == version and not is_same(param.grad, view)
+            ),
+            None,
+        )
+        self.trail.seal()
 
-    def _note_layout(self, bucket: Bucket, index: int, buffer: Tensor) -> None:
+    def _note_layout(self, bucket: Bucket, index: int, buffer: Tensor, sent: Tensor) -> None:
         params = bucket.parameters()
         key = (buffer.data_ptr(), buffer.numel(), *map(id, params))
         if self._keys.get(index) == key:
@@ -183,17 +222,13 @@ class GradientHook:
         start = buffer.data_ptr()
         self._buckets[index] = {
             "bucket": index,
-            "bytes": buffer.nbytes,
-            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "bytes": sent.nbytes,
+            "dtype": str(sent.dtype).removeprefix("torch."),
             "params": [
                 [self._params[id(param)][0], (view.data_ptr() - start) // buffer.element_size(), view.numel()]
                 for param, view in zip(params, bucket.gradients(), strict=True)
             ],
         }
-
-
-def _fingerprint(grad: Tensor) -> tuple[int, int]:
-    return grad.data_ptr(), grad._version
 
 
 def _after_finalize(callback: Callable[[], None]) -> None:
@@ -205,9 +240,10 @@ def _after_finalize(callback: Callable[[], None]) -> None:
 Divider = Callable[[Bucket, Tensor], None]
 
 
-def _divider(ddp: DistributedDataParallel, world: int, params: list[Tensor]) -> Divider:
+def _divider(ddp: DistributedDataParallel, world: int, params: list[Tensor], compression: Compression) -> Divider:
     """Divide a bucket by the number of ranks as the reducer does: it multiplies by 1/N while it copies a gradient into
-    the bucket, but divides by N when the gradient is the bucket's own memory or copies are batched."""
+    the bucket, but divides by N when the gradient is the bucket's own memory or copies are batched. torch's own hooks
+    divide."""
 
     def divide(_bucket: Bucket, buffer: Tensor) -> None:
         buffer.div_(world)
@@ -215,7 +251,7 @@ def _divider(ddp: DistributedDataParallel, world: int, params: list[Tensor]) -> 
     def multiply(_bucket: Bucket, buffer: Tensor) -> None:
         buffer.mul_(1.0 / world)
 
-    if getattr(ddp, "batched_grad_copy", False):
+    if compression is not Compression.NONE or getattr(ddp, "batched_grad_copy", False):
         return divide
     is_exact = world & (world - 1) == 0  # 1/N has no rounding error: both ways agree
     return _ViewDivider(world, params) if ddp.gradient_as_bucket_view and not is_exact else multiply

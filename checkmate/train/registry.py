@@ -1,21 +1,29 @@
-"""Optimizers and learning-rate schedulers of this process, in order of creation: a script does not hand them to us."""
+"""Optimizers, learning-rate schedulers and gradient scalers of this process, in order of creation: a script does not
+hand them to us."""
 
 import functools
+import gc
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
+
+T = TypeVar("T")
 
 _optimizers: list[weakref.ReferenceType[torch.optim.Optimizer]] = []
 _schedulers: list[weakref.ReferenceType[LRScheduler]] = []
+_scalers: list[weakref.ReferenceType[GradScaler]] = []
 
 
 @functools.cache
 def install() -> None:
-    """Note every optimizer and scheduler that is made from now on."""
+    """Note every optimizer, scheduler and scaler that is made from now on."""
+    _scalers.extend(map(weakref.ref, _alive(GradScaler)))
     _follow(torch.optim.Optimizer, _optimizers)
     _follow(LRScheduler, _schedulers)
+    _follow(GradScaler, _scalers)
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
@@ -23,10 +31,25 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return [optimizer for reference in _optimizers if (optimizer := reference()) is not None]
 
 
+def all_optimizers() -> list[torch.optim.Optimizer]:
+    """Those alive, made before ``install``, too; slow."""
+    return _alive(torch.optim.Optimizer)
+
+
 def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     """Those alive that drive this optimizer."""
     alive = [scheduler for reference in _schedulers if (scheduler := reference()) is not None]
     return [scheduler for scheduler in alive if getattr(scheduler, "optimizer", None) is optimizer]
+
+
+def scalers() -> list[GradScaler]:
+    """Those alive and enabled, made before ``install``, too."""
+    alive = [scaler for reference in _scalers if (scaler := reference()) is not None]
+    return [scaler for scaler in alive if getattr(scaler, "_enabled", False)]
+
+
+def _alive(cls: type[T]) -> list[T]:
+    return [item for item in gc.get_objects() if issubclass(type(item), cls)]
 
 
 def _follow(cls: type[Any], made: list[weakref.ReferenceType[Any]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Layout, Seed, StepRecord
 from checkmate.tensors import Manifest, TensorError, dtype_of, is_same, pack_state, set_group, unpack_group
@@ -45,28 +46,39 @@ class Replica:
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
         self._load(states)
-        self._stepped = {name for group in seed.optimizer["groups"] for name in group["params"]}
 
     def apply(self, record: StepRecord, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
         """Step ``record.step`` with gradients that stay where they are: ``buckets`` maps bucket → its bytes.
 
-        A skipped step changes nothing but ``step``. Raises Refusal, with nothing changed, when layout or record don't
-        fit the seed. Any other error leaves the state unusable.
+        A skipped step changes nothing but ``step``; a fused optimizer that skips it creates state all the same. Raises
+        Refusal, with nothing changed, when layout or record don't fit the seed. Any other error leaves the state
+        unusable.
         """
         self.check(record, layout)
-        if not record.skipped:
+        scaler = {key: None if value is None else plain.decode(value) for key, value in (record.scaler or {}).items()}
+        if not record.skipped or scaler.get("found_inf") is not None:
             for group, fields in zip(self._optimizer.param_groups, record.groups, strict=True):
                 set_group(group, _steppable(fields))
             try:
-                self._set_gradients(layout, buckets)
+                if record.skipped:
+                    self._set_no_gradients(layout)
+                else:
+                    self._set_gradients(layout, buckets)
+                for name in record.absent:
+                    self._params[name].grad = None
+                for change in record.changes if not record.skipped else ():
+                    self._change(change)
+                self._optimizer.__dict__.update(scaler)
                 self._optimizer.step()
             finally:
+                for key in scaler:
+                    del self._optimizer.__dict__[key]
                 for param in self._params.values():
                     param.grad = None
         self.step = record.step
 
     def check(self, record: StepRecord, layout: Layout) -> None:
-        """Refusal when a layout names other parameters, sizes or data types than the seed, or the groups differ."""
+        """Refusal when layout or record name other parameters, sizes or data types than the seed, or groups differ."""
         if len(record.groups) != len(self._optimizer.param_groups):
             raise Refusal(
                 f"step {record.step} has {len(record.groups)} parameter groups, the seed "
@@ -74,6 +86,12 @@ class Replica:
             )
         for fields in record.groups:
             _steppable(fields)
+            if record.scaler is not None and not fields.get("fused"):
+                raise Refusal(f"step {record.step} has a GradScaler's values for an optimizer that is not fused")
+        named = [name for change in record.changes for name in change["params"] or ()]
+        unknown = [name for name in (*record.absent, *named) if name not in self._params]
+        if unknown:
+            raise Refusal(f"step {record.step} names {unknown[0]!r}, which the seed doesn't hold")
         if layout.digest not in self._checked:
             problems = [text for bucket in layout.buckets for text in self._bucket_problems(bucket)]
             names = [name for bucket in layout.buckets for name, _, _ in bucket["params"]]
@@ -181,11 +199,11 @@ class Replica:
         for name, first, count in sorted(bucket["params"], key=lambda entry: entry[1]):
             where = f"{name!r} in bucket {bucket['bucket']}"
             param = self._params.get(name)
-            if param is None or name not in self._stepped:
-                problems.append(f"{where} is not a parameter of the seed's optimizer")
+            if param is None:
+                problems.append(f"{where} is not a parameter of the seed")
             elif param.numel() != count:
                 problems.append(f"{where} has {count} elements, in the seed {param.numel()}")
-            elif param.dtype != dtype:
+            elif not (param.dtype.is_floating_point and dtype.is_floating_point):
                 problems.append(f"{where} has {bucket['dtype']} gradients, but is {param.dtype}")
             elif not end <= first <= first + count <= room:
                 problems.append(f"{where} at elements {first} to {first + count} overlaps another or the bucket's end")
@@ -201,7 +219,35 @@ class Replica:
             for name, first, _ in bucket["params"]:
                 param = self._params[name]
                 # DDP puts gradients into a bucket in the parameter's own memory order.
-                param.grad = flat.as_strided(param.shape, param.stride(), first)
+                param.grad = flat.as_strided(param.shape, param.stride(), first).to(param.dtype)
+
+    def _set_no_gradients(self, layout: Layout) -> None:
+        """For a fused optimizer that skips a step: it looks at which gradients there are, not into them."""
+        for bucket in layout.buckets:
+            for name, _, _ in bucket["params"]:
+                self._params[name].grad = torch.empty_like(self._params[name])
+
+    def _change(self, change: Mapping[str, Any]) -> None:
+        """What the trainer did to its gradients, by the same functions of torch."""
+        names = change["params"]
+        params = [self._params[name] for name in names] if names is not None else list(self._params.values())
+        match change["op"]:
+            case "clip_norm":
+                total_norm = plain.decode(change["total_norm"])
+                nn.utils.clip_grads_with_norm_(params, change["max_norm"], total_norm, change["foreach"])
+            case "clip_value":
+                nn.utils.clip_grad_value_(params, change["clip_value"], change["foreach"])
+            case "unscale":
+                _unscale([param.grad for param in params if param.grad is not None], plain.decode(change["inv_scale"]))
+            case unknown:
+                raise Refusal(f"the unknown change of gradients {unknown!r}")
+
+
+def _unscale(grads: Sequence[Tensor], inv_scale: Tensor) -> None:
+    """As a GradScaler does it; what is not finite was found by the trainer."""
+    for dtype in {grad.dtype for grad in grads}:
+        same = [grad for grad in grads if grad.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros(()), inv_scale)
 
 
 def _steppable(fields: Mapping[str, Any]) -> dict[str, Any]:

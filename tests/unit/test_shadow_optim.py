@@ -186,7 +186,7 @@ def _shrink(bucket: dict[str, Any]) -> None:
 
 
 def _retype(bucket: dict[str, Any]) -> None:
-    bucket["dtype"] = "bfloat16"
+    bucket["dtype"] = "int32"
 
 
 def _nonsense(bucket: dict[str, Any]) -> None:
@@ -208,9 +208,9 @@ def _double(bucket: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (_rename, "'ghost' in bucket 0 is not a parameter"),
+        (_rename, "'ghost' in bucket 0 is not a parameter of the seed"),
         (_shrink, "'5.bias' in bucket 0 has 6 elements, in the seed 7"),
-        (_retype, "'5.bias' in bucket 0 has bfloat16 gradients, but is torch.float32"),
+        (_retype, "'5.bias' in bucket 0 has int32 gradients, but is torch.float32"),
         (_nonsense, "float33"),
         (_overlap, "'5.weight' in bucket 0 at elements 6 to 237 overlaps"),
         (_beyond, "'5.weight' in bucket 0 at elements 7 to 238 overlaps another or the bucket's end"),

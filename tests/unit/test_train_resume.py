@@ -112,18 +112,19 @@ def test_a_restored_run_continues_bit_for_bit(
     losses, final = script(scheduler, optimizer)
     killed = FakeShadow(1)
     use(killed, tmp_path, monkeypatch)
-    slow = checkpoint_module.Checkpoint._settle
+    send = checkpoint_module.Checkpoint._send_boundary
 
-    def settle(self: Any) -> None:
+    def send_boundary(self: Any, at_forward: bool) -> None:
         if self._step == stop:
             self._seeder.request("test")
-        slow(self)
+        send(self, at_forward)
         if self._step == stop:
             assert self._seeder.wait(10)  # the kill that follows would break it off
 
-    monkeypatch.setattr(checkpoint_module.Checkpoint, "_settle", settle)
     restarted()
-    first, _ = script(scheduler, optimizer, stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.Checkpoint, "_send_boundary", send_boundary)
+        first, _ = script(scheduler, optimizer, stop)
     assert killed.wait(lambda: stop in killed.complete_steps())
     restored = FakeShadow(1)
     restored.hold(killed, stop)

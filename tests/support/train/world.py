@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from checkmate import config
 from checkmate.train import attach as attach_module
+from checkmate.train import checkpoint as checkpoint_module
 from checkmate.train import checks, data
+from support.train.direct import DirectClient, DirectLink, DirectShadow
 from support.train.fake_shadow import FakePlugin, FakeShadow
 from support.train.model import use
 
@@ -51,3 +53,18 @@ def restarted() -> Iterator[Callable[[], None]]:
     yield restart
     restart()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("checkmate")]
+
+
+@pytest.fixture
+def direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None, restarted: Callable[[], None]) -> DirectShadow:
+    """A shadow in this process, to which ``attach`` connects without a network."""
+    shadow = DirectShadow()
+    monkeypatch.setattr(attach_module, "load_plugin", lambda: shadow)
+    monkeypatch.setattr(attach_module, "Client", lambda *_: DirectClient(shadow))
+    monkeypatch.setattr(checkpoint_module, "RecordsLink", DirectLink)
+    monkeypatch.setattr(config, "MIN_RANKS", 1)
+    monkeypatch.setattr(checks, "CARRIERS", ["gloo"])
+    fake = FakeShadow(1)
+    use(fake, tmp_path, monkeypatch)  # for the settings alone
+    fake.close()
+    return shadow

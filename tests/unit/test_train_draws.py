@@ -1,0 +1,49 @@
+"""Random training configurations: after each of 20 steps the shadow's state is the trainer's, bit for bit.
+
+``CHECKMATE_DRAWS=5000`` draws more than the usual ones, ``CHECKMATE_FIRST_DRAW`` begins elsewhere.
+"""
+
+import os
+
+import pytest
+from support.train.direct import DirectShadow
+from support.train.draws import STEPS, Config, Training, draw
+
+import checkmate
+from checkmate.protocol import Seed
+from checkmate.tensors import named_state, pack_state
+
+pytest_plugins = ["support.train.world"]
+
+DRAWS = int(os.environ.get("CHECKMATE_DRAWS", "240"))
+FIRST = int(os.environ.get("CHECKMATE_FIRST_DRAW", "0"))
+BATCH = max(20, DRAWS // 50)
+
+
+def follow(config: Config, shadow: DirectShadow) -> None:
+    training = Training(config)
+    checkpoint = checkmate.attach(training.ddp, training.optimizer)
+    training.make_scheduler()
+    assert checkpoint.resume() is None
+    for step in range(1, STEPS + 1):
+        training.iterate()
+        checkpoint.before_forward()  # the boundary, without a forward's random numbers
+        assert shadow.unfollowed == [], f"step {step}"
+        assert checkpoint.committed == step
+        description, manifest, tensors = pack_state(*named_state(training.net), training.optimizer)
+        assert shadow.replica is not None
+        assert shadow.replica.differences(Seed(step, description, manifest), tensors) == [], f"step {step}"
+    checkpoint.close()
+    assert shadow.seeds == [0]
+    assert any(not record.skipped for record in shadow.records)
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + DRAWS, BATCH))
+def test_the_shadow_is_the_trainer(first: int, direct: DirectShadow) -> None:
+    for seed in range(first, min(first + BATCH, FIRST + DRAWS)):
+        direct.__init__()  # type: ignore[misc]
+        config = draw(seed)
+        try:
+            follow(config, direct)
+        except Exception as error:
+            raise AssertionError(f"draw {seed}: {config}") from error
