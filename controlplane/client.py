@@ -55,8 +55,10 @@ class Client:
         except NotPrimaryError:
             self._call("Capabilities", p4runtime_pb2.CapabilitiesRequest())  # does it still answer?
             raise
-        except TargetError:
+        except TargetError as error:
             self.close()
+            if isinstance(error, _Refused) and error.code == grpc.StatusCode.INVALID_ARGUMENT:
+                raise NotPrimaryError(f"{error}; another controller was faster") from None
             raise
 
     def has_primary(self) -> bool:

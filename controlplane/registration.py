@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +22,10 @@ _log = logging.getLogger("checkmate.registration")
 MAX_PENDING = 64
 """Connections at most that have not proved yet who they are. One more ends the oldest of the address that has most of
 them: who opens many loses their own, and a shadow gets in however many there are."""
+
+
+_COMPLAINTS = 60
+_MINUTE_S = 60.0
 
 
 class _Denied(Exception):
@@ -55,6 +59,7 @@ class RegistrationServer:
         self._mirrored: frozenset[str] = frozenset()
         self._pending: dict[asyncio.StreamWriter, str] = {}
         self._flooded = False
+        self._complaints: deque[float] = deque(maxlen=_COMPLAINTS)
         self._server: asyncio.Server | None = None
 
     def start(self) -> None:
@@ -122,14 +127,21 @@ class RegistrationServer:
         try:
             await self._converse(reader, writer, peer)
         except TimeoutError:
-            _log.warning("%s: silent for %g s, closed", peer, messages.DEAD_AFTER_S)
+            self._complain(peer, f"silent for {messages.DEAD_AFTER_S:g} s, closed")
         except ProtocolError as error:
-            _log.warning("%s: %s, closed", peer, error)
+            self._complain(peer, f"{error}, closed")
         except (asyncio.IncompleteReadError, ConnectionError):
-            _log.info("%s: the connection ended", peer)
+            _log.debug("%s: the connection ended", peer)
         finally:
             self._pending.pop(writer, None)
             writer.transport.abort()
+
+    def _complain(self, peer: str, text: str) -> None:
+        """Log it, but no more than ``_COMPLAINTS`` in a minute: strangers must not be able to fill a disk."""
+        now = time.monotonic()
+        if len(self._complaints) < _COMPLAINTS or now - self._complaints[0] > _MINUTE_S:
+            self._complaints.append(now)
+            _log.warning("%s: %s", peer, text)
 
     def _make_room(self) -> None:
         """For one more pending connection; a flood is said once."""
@@ -149,7 +161,7 @@ class RegistrationServer:
             async with asyncio.timeout(messages.DEAD_AFTER_S):
                 name = await self._register(reader, writer)
         except _Denied as denied:
-            _log.warning("%s: registration refused: %s", peer, denied)
+            self._complain(peer, f"registration refused: {denied}")
             async with asyncio.timeout(messages.DEAD_AFTER_S):
                 await messages.send(writer, Refused(str(denied)))
                 writer.close()

@@ -11,6 +11,8 @@ def target_of(topology: Topology) -> P4RuntimeTarget:
     return P4RuntimeTarget(switch.p4runtime, switch.device_id, device_config(switch.target), topology.job)
 
 
-def device_config(kind: str) -> bytes:
-    """What has to be loaded with the pipeline: the eBPF switch has its program built in."""
+def device_config(kind: str) -> bytes | None:
+    """What has to be loaded with the pipeline: the eBPF switch has its program built in, a Tofino's SDE loads it."""
+    if kind == "tofino":
+        return None
     return bmv2.pipeline() if kind == "bmv2" else b""

@@ -22,15 +22,16 @@ _KINDS = {
 class P4RuntimeTarget:
     """Implements ``Target``.
 
-    ``address``: HOST:PORT, or what else gRPC takes. ``device_config``: what the target's compiler made of our program.
-    ``job``: the P4Runtime role of the controller, and the owner of the entries that it writes.
+    ``address``: HOST:PORT, or what else gRPC takes. ``device_config``: what the target's compiler made of our program,
+    None where the switch's own tools load it. ``job``: the P4Runtime role of the controller, and the owner of the
+    entries that it writes.
     """
 
     def __init__(
         self,
         address: Endpoint | str,
         device_id: int,
-        device_config: bytes = b"",
+        device_config: bytes | None = b"",
         job: str = "",
         election_id: int | None = None,
         timeout_s: float = 5.0,
@@ -45,15 +46,19 @@ class P4RuntimeTarget:
         if self._client.primary:
             return
         self._client.connect()
-        cookie = self._cookie()
         info, held = self._client.pipeline()
-        if info != self._info or held != cookie:
+        if self._device_config is None:
+            if not self._is_ours(info):
+                raise TargetError("the switch runs another pipeline than ours: load p4/tna with the switch's SDE")
+            return
+        cookie = _cookie(self._info, self._device_config)
+        if not self._is_ours(info) or held != cookie:
             self._client.set_pipeline(self._info, self._device_config, cookie)
 
     def pipeline(self) -> str:
         """Whose pipeline the switch runs: "ours", "another" or "none". Needs no primary, as all that only reads."""
         info, _ = self._client.pipeline()
-        return "ours" if info == self._info else "another" if info.tables else "none"
+        return "ours" if self._is_ours(info) else "another" if info.tables else "none"
 
     def has_primary(self) -> bool | None:
         """Whether a controller of our job is primary; None when the switch does not tell."""
@@ -94,10 +99,14 @@ class P4RuntimeTarget:
         """See ``Target``."""
         self._client.close()
 
-    def _cookie(self) -> int:
-        """Tells our pipeline from every other."""
-        content = self._info.SerializeToString(deterministic=True) + self._device_config
-        return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    def _is_ours(self, info: Any) -> bool:
+        """Whether all is the same but for the architecture that it was compiled for."""
+        here, there = type(info)(), type(info)()
+        here.CopyFrom(self._info)
+        there.CopyFrom(info)
+        for each in (here, there):
+            each.ClearField("pkg_info")
+        return bool(here == there)
 
     def _encode(self, update: Update) -> Any:
         message = p4runtime_pb2.Update(type=_KINDS[update.kind])
@@ -108,3 +117,9 @@ class P4RuntimeTarget:
         else:
             message.entity.packet_replication_engine_entry.CopyFrom(pre.encode(update.item))
         return message
+
+
+def _cookie(info: Any, device_config: bytes) -> int:
+    """Tells our pipeline from every other."""
+    content = info.SerializeToString(deterministic=True) + device_config
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

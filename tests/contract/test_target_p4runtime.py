@@ -1,5 +1,6 @@
 """What only a target behind a network can get wrong: connections, arbitration, pipeline, counters."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -77,6 +78,46 @@ def test_a_higher_election_id_takes_over_and_the_other_cannot_write(server: Serv
     assert second.read() == RULES
     first.close()
     second.close()
+
+
+def test_of_several_standbys_one_takes_over(server: Server) -> None:
+    first = connect(server)
+    standbys = [P4RuntimeTarget(Endpoint("127.0.0.1", server.port), 1, timeout_s=5) for _ in range(4)]
+    for standby in standbys:
+        with pytest.raises(NotPrimaryError):
+            standby.connect()
+    first.close()
+    primaries: set[int] = set()
+
+    def take_over(number: int) -> None:
+        with contextlib.suppress(NotPrimaryError):
+            standbys[number].connect()
+            primaries.add(number)
+
+    end = time.monotonic() + 10
+    while not primaries and time.monotonic() < end:
+        threads = [threading.Thread(target=take_over, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(primaries) == 1
+    reconcile(standbys[primaries.pop()], RULES)
+    for standby in standbys:
+        standby.close()
+
+
+def test_a_pipeline_that_the_switchs_own_tools_load_is_never_pushed(server: Server) -> None:
+    target = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), 1, device_config=None, timeout_s=5)
+    with pytest.raises(TargetError, match="load p4/tna with the switch's SDE"):
+        target.connect()
+    target.close()
+    loader = connect(server)
+    reconcile(loader, RULES)
+    loader.close()
+    target.connect()
+    assert target.read() == RULES
+    target.close()
 
 
 def test_the_wrong_device_is_refused(server: Server) -> None:

@@ -246,6 +246,18 @@ def test_connections_that_do_not_register_are_bounded_and_the_oldest_make_room(
         peer.close()
 
 
+def test_a_flood_of_garbage_does_not_fill_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(100):
+        with connect(rig) as peer, contextlib.suppress(OSError):
+            take(peer)
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            peer.recv(1)
+    rig.client()
+    assert soon(lambda: rig.server.live() == {"shadow0"})
+    said = [record for record in caplog.records if record.name == "checkmate.registration"]
+    assert 0 < sum(record.levelno >= logging.WARNING for record in said) <= 60
+
+
 def test_a_flood_of_connections_starves_no_shadow(rig: Rig) -> None:
     """Nor ends one that has registered."""
     stop, opened = threading.Event(), 0
