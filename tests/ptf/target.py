@@ -213,5 +213,6 @@ def missing(target: str) -> str | None:
     if target == "bmv2" and shutil.which(BINARY) is None:
         return f"{BINARY} is not on PATH"
     if target == "tofino":
-        return "no Tofino model: it is part of Intel's SDE, without which nothing here was ever run on it"
+        there = shutil.which("tofino-model") is not None
+        return "how to start tofino-model could never be tried" if there else "tofino-model is not on PATH"
     return None
