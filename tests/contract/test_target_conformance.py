@@ -96,8 +96,6 @@ class WiredRig(ServerRig):
     PORTS = (1, 2, 3, 4, 5, 100, 101, 102, 103)
 
     def __init__(self) -> None:
-        if os.geteuid() != 0:
-            pytest.skip("needs root: makes a network namespace")
         self.netns = f"ckm-target-{os.getpid()}"
         self.interfaces = {port: f"s{port}" for port in self.PORTS}
         ip("netns", "add", self.netns)
@@ -120,13 +118,6 @@ class WiredRig(ServerRig):
 class EbpfRig(WiredRig):
     """The same server on the kernel's data path."""
 
-    def __init__(self) -> None:
-        try:
-            config.library("switch.bpf.o")
-        except config.CheckmateError as error:
-            pytest.skip(str(error))
-        super().__init__()
-
     def datapath(self) -> Datapath:
         return self._running.enter_context(Switch(self.interfaces, self.netns))
 
@@ -137,11 +128,7 @@ class Bmv2Rig(WiredRig):
     SHARED = False
 
     def __init__(self) -> None:
-        try:
-            bmv2.find_binary()
-            self._program = bmv2.pipeline()
-        except config.CheckmateError as error:
-            pytest.skip(str(error))
+        self._program = bmv2.pipeline()
         self._folder = tempfile.TemporaryDirectory(prefix="ckm-target")
         self._address = f"unix:{self._folder.name}/p4runtime"
         super().__init__()
@@ -157,28 +144,40 @@ class Bmv2Rig(WiredRig):
         self._folder.cleanup()
 
 
-class TofinoRig(Rig):
-    """A Tofino, or Intel's model of one."""
-
-    def __init__(self) -> None:
-        pytest.skip("needs a Tofino or its model: neither is public; a rack's acceptance test runs this suite")
-
-
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, timeout=10, stdout=subprocess.DEVNULL)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(FakeRig, id="fake"),
-        pytest.param(ServerRig, id="p4runtime"),
-        pytest.param(EbpfRig, id="ebpf", marks=pytest.mark.root),
-        pytest.param(Bmv2Rig, id="bmv2", marks=[pytest.mark.root, pytest.mark.bmv2]),
-        pytest.param(TofinoRig, id="tofino"),
-    ]
-)
+RIGS: dict[str, type[Rig]] = {"fake": FakeRig, "p4runtime": ServerRig, "ebpf": EbpfRig, "bmv2": Bmv2Rig}
+MARKS = {"ebpf": [pytest.mark.root], "bmv2": [pytest.mark.root, pytest.mark.bmv2]}
+
+
+def missing(name: str) -> str | None:
+    """Why a target can't be tested here, None if it can."""
+    if name == "tofino":
+        return "no Tofino and no model of one; its P4Runtime server is PI, as BMv2's is"
+    if name not in ("ebpf", "bmv2"):
+        return None
+    if os.geteuid() != 0:
+        return "needs root: makes a network namespace"
+    try:
+        config.library("switch.bpf.o") if name == "ebpf" else (bmv2.find_binary(), bmv2.pipeline())
+    except config.CheckmateError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", [*RIGS, "tofino"])
+def test_targets(name: str) -> None:
+    """Says once what is not tested here."""
+    if reason := missing(name):
+        pytest.skip(reason)
+    assert issubclass(RIGS[name], Rig)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in RIGS if not missing(name)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = request.param()
+    rig = RIGS[request.param]()
     try:
         rig.target.connect()
         yield rig
@@ -389,6 +388,30 @@ def test_two_jobs_leave_each_other_alone(rig: Rig) -> None:
             assert flood(1, 2, 3, 4) in two.read().groups
         reconcile(one, plan(job="one", ranks=2).rules, "one")
         assert {item.key for item in job_two({"a"}).items} <= {item.key for item in one.read().items}
+    finally:
+        one.close()
+        two.close()
+
+
+def test_what_another_job_left_stays(rig: Rig) -> None:
+    """Also where a second job's controller has to wait for the end of the first one's."""
+    rig.target.close()
+    one, two = rig.another("one"), rig.another("two")
+    try:
+        one.connect()
+        reconcile(one, plan("b", job="one", ranks=2).rules, "one")
+        if not rig.SHARED:
+            with pytest.raises(NotPrimaryError):
+                two.connect()
+        one.close()
+        assert connected(two, 5)
+        before = two.read()
+        reconcile(two, job_two({"a"}), "two")
+        assert held_by("one", two.read()) == held_by("one", before) == set(before.entries)
+        assert {group for group in before.groups if group.id != FLOOD_GROUP} <= set(two.read().groups)
+        assert flood(1, 2, 3, 4) in two.read().groups
+        reconcile(two, Rules.of([], [flood()]), "two")
+        assert two.read() == before
     finally:
         one.close()
         two.close()
