@@ -1,0 +1,382 @@
+"""What real scripts do beside forward, backward and step: followed to the bit, or noticed and healed by a seed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.train.direct import DirectShadow
+from support.train.model import Net, build
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import checkmate
+from checkmate.protocol import Seed
+from checkmate.tensors import named_state, pack_state
+from checkmate.train.checkpoint import Checkpoint
+from checkmate.train.compression import Compression
+
+pytest_plugins = ["support.train.world"]
+
+
+class Script:
+    """A script in steps: forward (which hands over the step before), backward, then what the test does."""
+
+    def __init__(self, shadow: DirectShadow, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self.shadow, self.ddp, self.optimizer = shadow, ddp, optimizer
+        self.checkpoint: Checkpoint = checkmate.attach(ddp, optimizer)
+
+    def start(self) -> "Script":
+        assert self.checkpoint.resume() is None
+        return self
+
+    def backward(self, factor: float = 1.0) -> None:
+        loss = self.ddp(torch.randn(6, 4)) * factor
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def hand_over(self) -> list[str]:
+        """As the next forward does; returns what differs between the committed state and the trainer's."""
+        self.checkpoint.before_forward()
+        assert self.checkpoint._seeder.wait(30)
+        description, manifest, tensors = pack_state(*named_state(self.ddp.module), self.optimizer)
+        step = self.shadow.committed
+        assert self.shadow.replica is not None and step == self.checkpoint._step, self.shadow.staging.damage
+        return self.shadow.replica.differences(Seed(step, description, manifest), tensors)
+
+
+@pytest.fixture
+def script(direct: DirectShadow) -> Iterator[Callable[..., Script]]:
+    """Makes a script; ended at the end."""
+    made: list[Script] = []
+
+    def make(ddp: DistributedDataParallel | None = None, optimizer: torch.optim.Optimizer | None = None) -> Script:
+        if ddp is None:
+            ddp, optimizer = build()
+        assert optimizer is not None
+        made.append(Script(direct, ddp, optimizer).start())
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.checkpoint.close()
+
+
+# Steps that a GradScaler skips
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_t8_a_skipped_step_is_skipped_by_shadow_and_counts(script: Callable[..., Script], fused: bool) -> None:
+    ddp, _ = build()
+    optimizer = AdamW(ddp.parameters(), lr=0.01, fused=fused)
+    item = script(ddp, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    applied = 0
+    for index in range(6):
+        loss = ddp(torch.randn(6, 4))
+        optimizer.zero_grad()
+        (scaler.scale(loss) * (float("inf") if index in (0, 3) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        applied += index not in (0, 3)
+        assert item.hand_over() == []
+        assert item.checkpoint.committed == index + 1
+    assert [record.skipped for record in item.shadow.records] == [index in (0, 3) for index in range(6)]
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(applied)}
+    assert item.shadow.seeds == [0]
+    stored = item.shadow.boundaries[0]["forward"]["scalers"]
+    assert stored[-1]["scale"] == scaler.get_scale()
+
+
+def test_a_loss_scale_that_a_fused_sgd_spoils_is_noticed(script: Callable[..., Script]) -> None:
+    """torch makes its momentum of uninitialised memory: nobody can follow that."""
+    ddp, _ = build()
+    item = script(ddp, SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ddp(torch.randn(6, 4))).mul(float("inf")).backward()
+    scaler.step(item.optimizer)
+    assert "uninitialised memory" in (item.shadow.records[0].unfollowed or "")
+    assert item.hand_over() == []
+    assert item.shadow.seeds == [0, 1]
+
+
+# Backward passes
+
+
+def test_t9_accumulation_is_one_all_reduce_and_one_step(script: Callable[..., Script]) -> None:
+    item = script()
+    for step in range(1, 3):
+        item.optimizer.zero_grad()
+        with item.ddp.no_sync():
+            for _ in range(3):
+                item.ddp(torch.randn(6, 4)).backward()
+        item.ddp(torch.randn(6, 4)).backward()
+        item.optimizer.step()
+        assert item.hand_over() == []
+        assert len(item.shadow.records) == step
+
+
+def test_gradients_reduced_twice_are_those_of_the_second_time(script: Callable[..., Script]) -> None:
+    item = script()
+    for step in range(1, 4):
+        item.backward()
+        item.ddp(torch.randn(6, 4)).backward()
+        item.optimizer.step()
+        assert item.hand_over() == []
+        assert item.checkpoint.committed == step
+        assert item.shadow.committed == 2 * step
+    assert [record.skipped for record in item.shadow.records] == [True, False] * 3
+    assert item.shadow.seeds == [0]
+
+
+def test_a_backward_pass_that_breaks_off_is_left_out(script: Callable[..., Script]) -> None:
+    item = script()
+    item.step()
+    loss = item.ddp(torch.randn(6, 4))
+    handle = item.ddp.module.first.weight.register_hook(lambda _grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    assert item.hand_over() == []
+
+
+def test_gradients_that_were_not_used_do_not_count(script: Callable[..., Script]) -> None:
+    item = script()
+    item.step()
+    item.backward()  # a script that finds this loss too large, say
+    item.step()
+    assert item.hand_over() == []
+    assert item.shadow.seeds == [0]
+    assert item.checkpoint.committed == 2
+
+
+# Changes that no gradient tells of
+
+
+def clamp(item: Script) -> None:
+    with torch.no_grad():
+        for param in item.ddp.parameters():
+            param.clamp_(-0.01, 0.01)
+
+
+def clamp_data(item: Script) -> None:
+    for param in item.ddp.parameters():
+        param.data.clamp_(-0.01, 0.01)
+
+
+def load(item: Script) -> None:
+    stored = copy.deepcopy(item.optimizer.state_dict())
+    for state in stored["state"].values():
+        state["exp_avg"].mul_(2)
+    item.optimizer.load_state_dict(stored)
+
+
+def t5_moments_anew(item: Script) -> None:
+    for state in item.optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
+
+
+def reset(item: Script) -> None:
+    item.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["after the step", "before the step"])
+@pytest.mark.parametrize("change", [clamp, clamp_data, load, t5_moments_anew, reset])
+def test_what_a_script_changes_by_itself_is_in_the_committed_state(
+    script: Callable[..., Script], change: Callable[[Script], None], late: bool
+) -> None:
+    item = script()
+    item.step()
+    assert item.hand_over() == []
+    if late:
+        item.backward()
+        change(item)
+        item.optimizer.step()
+    else:
+        item.step()
+        change(item)
+    assert item.hand_over() == []
+    assert item.shadow.unfollowed != []
+    assert item.shadow.seeds[0] == 0 and len(item.shadow.seeds) > 1
+    before = len(item.shadow.seeds)
+    for _ in range(3):
+        item.step()
+        assert item.hand_over() == []
+    assert len(item.shadow.seeds) <= before + 1  # the shadow's own request may come after the seed
+
+
+def test_a_change_between_resume_and_the_first_step_is_noticed(script: Callable[..., Script]) -> None:
+    item = script()
+    nn.init.zeros_(item.ddp.module.second.weight)  # type: ignore[union-attr, arg-type]
+    item.step()
+    assert "second.weight" in (item.shadow.records[0].unfollowed or "")
+    assert item.hand_over() == []
+
+
+class Teaching(nn.Module):
+    """A student and a frozen teacher that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+    def follow(self, through_data: bool) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            (mine.data if through_data else mine).mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_frozen_teacher_that_follows_is_never_committed_stale(
+    script: Callable[..., Script], through_data: bool
+) -> None:
+    ddp = DistributedDataParallel(Teaching())
+    item = script(ddp, AdamW(ddp.parameters(), lr=0.01))
+    for _ in range(3):
+        item.step()
+        ddp.module.follow(through_data)
+        assert item.hand_over() == []
+
+
+# Parameter groups
+
+
+def test_t11_a_group_added_in_mid_run_is_carried_on(script: Callable[..., Script]) -> None:
+    ddp = DistributedDataParallel(Net())
+    params = list(ddp.parameters())
+    item = script(ddp, AdamW(params[2:], lr=0.01))
+    for _ in range(2):
+        item.step()
+        assert item.hand_over() == []
+    assert item.shadow.seeds == [0]
+    item.step()
+    item.optimizer.add_param_group({"params": params[:2], "lr": 0.1})
+    assert item.hand_over() == []
+    assert item.shadow.unfollowed != []
+    for _ in range(2):
+        item.step()
+        assert item.hand_over() == []
+    assert item.shadow.replica is not None
+    assert len(item.shadow.replica.state_dicts()["optimizer"]["param_groups"]) == 2
+
+
+def test_a_gradient_that_the_script_drops_is_passed_over(script: Callable[..., Script]) -> None:
+    item = script()
+    item.step()
+    assert item.hand_over() == []
+    item.backward()
+    item.ddp.module.first.weight.grad = None
+    item.optimizer.step()
+    assert item.hand_over() == []
+    assert item.shadow.records[-1].absent == ["first.weight"] and item.shadow.seeds == [0]
+
+
+def test_a_frozen_parameter_with_a_gradient_of_its_own_is_noticed(script: Callable[..., Script]) -> None:
+    ddp, _ = build()
+    ddp.module.first.weight.requires_grad_(False)
+    ddp = DistributedDataParallel(ddp.module)
+    item = script(ddp, AdamW(ddp.parameters(), lr=0.01))
+    item.step()
+    assert item.hand_over() == []
+    item.backward()
+    ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
+    item.optimizer.step()
+    assert "first.weight, which was frozen" in (item.shadow.records[-1].unfollowed or "")
+    assert item.hand_over() == []
+
+
+# Saves and restores
+
+
+def test_t4_a_seed_is_the_value_when_it_was_taken(script: Callable[..., Script]) -> None:
+    item = script()
+    item.step()
+    before = [param.detach().clone() for param in item.ddp.module.parameters()]
+    item.checkpoint._seeder.take(1, item.shadow.incarnation)
+    with torch.no_grad():
+        for param in item.ddp.parameters():
+            param.zero_()
+    assert item.checkpoint._seeder.wait(30)
+    held = [tensor for line, tensor in zip(*item.shadow._working.pack()[1:], strict=True) if line[1] == "param"]  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+
+
+def test_t6_a_restart_in_mid_schedule_has_the_rate_of_that_step(
+    direct: DirectShadow, restarted: Callable[[], None]
+) -> None:
+    rates: list[float] = []
+
+    def run(stop: int) -> None:
+        restarted()
+        ddp, optimizer = build()
+        checkpoint = checkmate.attach(ddp, optimizer)
+        start = checkpoint.resume() or 0
+        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) / (1 + step))
+        for _ in range(start, stop):
+            ddp(torch.randn(6, 4)).backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        checkpoint.close()
+
+    run(7)
+    without, rates[:] = list(rates), []
+    direct.__init__()  # type: ignore[misc]
+    for stop in (3, 7):
+        run(stop)
+    assert rates == without and len(rates) == 7
+
+
+def test_a_restart_after_twice_reduced_gradients_continues_the_count(
+    direct: DirectShadow, restarted: Callable[[], None]
+) -> None:
+    for stop in (2, 4):
+        restarted()
+        ddp, optimizer = build()
+        item = Script(direct, ddp, optimizer)
+        start = item.checkpoint.resume()
+        assert start == (None if stop == 2 else 2)
+        for _ in range(start or 0, stop):
+            item.backward()
+            ddp(torch.randn(6, 4)).backward()
+            optimizer.step()
+        item.checkpoint.close()
+        assert item.checkpoint.committed == stop and direct.committed == 2 * stop
+
+
+# Compressed buckets
+
+
+@pytest.mark.parametrize("kind", [Compression.BF16, Compression.FP16])
+def test_a_compressed_bucket_is_decompressed_as_the_trainer_does(
+    script: Callable[..., Script], kind: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ddp, optimizer = build()
+    monkeypatch.setattr(type(ddp), "_check_comm_hook", lambda *_: None)  # torch wants NCCL for one of them
+    ddp.register_comm_hook(None, getattr(default_hooks, str(kind.value)))
+    item = script(ddp, optimizer)
+    for _ in range(4):
+        item.step()
+        assert item.hand_over() == []
+    dtypes = {line["dtype"] for line in item.shadow._layout.buckets}  # type: ignore[union-attr]
+    assert dtypes == {"bfloat16" if kind is Compression.BF16 else "float16"}
+    assert item.shadow.seeds == [0]
+
+
+def test_a_hook_of_another_group_is_not_stood_in_for() -> None:
+    class Fake:
+        _comm_hooks: ClassVar[list[Any]] = [(print, None)]
+
+    assert Compression.of(Fake()) is None  # type: ignore[arg-type]
