@@ -19,6 +19,7 @@ from checkmate import config
 from checkmate.config import CheckmateError
 from checkmate.p4.ebpf import libbpf, loader
 from checkmate.p4.ebpf.datapath import DatapathFull, Registrar, Replica
+from checkmate.p4.ebpf.libbpf import constants
 from checkmate.p4.ebpf.loader import Switch, preflight
 from checkmate.p4.ebpf.netdev import Namespace
 
@@ -184,11 +185,11 @@ def test_a_full_group(built: Rack) -> None:
 
 def test_full_maps(built: Rack) -> None:
     with Switch(built.interfaces, built.switch_netns) as switch:
-        for number in range(1, 1025):
-            switch.set_group(number, ())
+        for number in range(constants.CKM_GROUPS):
+            switch.set_group(1 + number, ())
         with pytest.raises(DatapathFull):
-            switch.set_group(2000, ())
-        for number in range(1024):
+            switch.set_group(1 + constants.CKM_GROUPS, ())
+        for number in range(constants.CKM_HEARTBEATS):
             switch.set_heartbeat(1, number.to_bytes(6, "big"), 1)
         with pytest.raises(DatapathFull):
             switch.set_heartbeat(1, b"\1" * 6, 1)
