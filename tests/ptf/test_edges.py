@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ptf import frames
 from ptf.frames import NOP, TIMESTAMP, counter, patched, tcp
+from ptf.model import Model
 from ptf.rules import GROUPS, HEARTBEATS, rules
 from ptf.target import BURST, SwitchUnderTest
 from ptf.wire import MTU
@@ -84,6 +85,25 @@ def test_every_bit_of_the_option_s_head_matters(switch: SwitchUnderTest) -> None
 def test_every_dscp_and_ecn_value(switch: SwitchUnderTest) -> None:
     tagged = [tos for tos in range(256) if tos >> 2 & frames.TAG]
     assert copies(switch, [tcp(1, 2, tos=tos) for tos in range(256)]) == len(tagged)
+
+
+def test_checksums_at_the_two_zeros_of_ones_complement(switch: SwitchUnderTest) -> None:
+    """Sent as 0 or 0xffff, right or wrong, and becoming so in the copy: the same bytes from every target."""
+    model = Model(rules(), frozenset(switch.wires))
+    (made,) = model.process(1, tcp(1, 2, payload=bytes(2)))[5]
+    tcp_zero = tcp(1, 2, payload=made[TCP_AT + 16 : TCP_AT + 18])
+    (made,) = model.process(1, tcp(1, 2, ip_fields={"id": 0}))[5]
+    ip_zero = tcp(1, 2, ip_fields={"id": int.from_bytes(made[IP_AT + 10 : IP_AT + 12], "big")})
+    sent = [tcp_zero, ip_zero, tcp(1, 2, [counter(0)]), tcp(1, 2, [counter(0)], seq=0), tcp(1, 2, [counter(1)], seq=0)]
+    sent += [
+        patched(frame, at, value)
+        for frame in (tcp(1, 2), tcp_zero, ip_zero)
+        for at in (IP_AT + 10, TCP_AT + 16)
+        for value in (b"\0\0", b"\xff\xff")
+    ]
+    zero_copies = [model.process(1, frame)[5][0] for frame in (tcp_zero, ip_zero)]
+    assert (zero_copies[0][TCP_AT + 16 : TCP_AT + 18], zero_copies[1][IP_AT + 10 : IP_AT + 12]) == (b"\0\0", b"\0\0")
+    assert copies(switch, sent) == len(sent)
 
 
 @pytest.mark.parametrize("vlans", [[], [9]], ids=["untagged", "VLAN"])
