@@ -4,11 +4,13 @@ An entry says itself whose it is. A multicast group belongs to the job that set 
 written before the group and removed after it. The flood group is everybody's: each job answers for its own ports.
 """
 
+from dataclasses import replace
+
 from checkmate.plan import FLOOD_GROUP, PORT_ROLE, Multicast, Rules
 
 
 def scope(held: Rules, wanted: Rules, job: str) -> tuple[Rules, Rules]:
-    """What of ``held`` is ``job``'s or nobody's, and what that must become for ``wanted`` to be there.
+    """What of ``held`` is ``job``'s or nobody's, and what that must become for ``wanted`` to be there, owners included.
 
     What another job holds and ``wanted`` has in the same form is shared. In another form it is in the way: it is not
     in the first result, so that inserting it is refused by the switch.
@@ -17,7 +19,10 @@ def scope(held: Rules, wanted: Rules, job: str) -> tuple[Rules, Rules]:
     shared = {entry.key: entry for entry in wanted.entries}
     entries = [entry for entry in held.entries if entry.owner in ("", job) or shared.get(entry.key) == entry]
     groups = [group for group in held.groups if group.id == FLOOD_GROUP or not others & _ports(group)]
-    goal = Rules.of(wanted.entries, [_keeping(group, held, others) for group in wanted.groups])
+    goal = Rules.of(
+        [replace(entry, owner=job) for entry in wanted.entries],
+        [_keeping(group, held, others) for group in wanted.groups],
+    )
     return Rules.of(entries, groups), goal
 
 

@@ -98,9 +98,14 @@ def _writes(held: dict[object, Item], items: Iterable[Entry] | Iterable[Multicas
     """Inserts and modifications that make ``held`` contain ``items``; notes them in ``held``."""
     for item in items:
         before = held.get(item.key)
-        if before != item:
+        if before != item or _is_unclaimed(before, item):
             held[item.key] = item
             yield Update(Kind.INSERT if before is None else Kind.MODIFY, item)
+
+
+def _is_unclaimed(held: Item, wanted: Item) -> bool:
+    """Whether nobody's entry is to become a job's: the others would take it for something to be removed."""
+    return isinstance(held, Entry) and isinstance(wanted, Entry) and not held.owner and bool(wanted.owner)
 
 
 def _remove(held: dict[object, Item], item: Item) -> Update:

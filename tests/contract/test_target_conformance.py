@@ -393,6 +393,20 @@ def test_two_jobs_leave_each_other_alone(rig: Rig) -> None:
         two.close()
 
 
+def test_what_is_nobodys_becomes_the_jobs_that_wants_it(rig: Rig) -> None:
+    rules = plan("b", job="one", ranks=2).rules
+    reconcile(rig.target, rules)
+    rig.target.close()
+    one = rig.another("one")
+    try:
+        one.connect()
+        assert reconcile(one, rules, "one").written == len(rules.entries)
+        assert held_by("one", one.read()) == set(rules.entries)
+        assert reconcile(one, rules, "one").written == 0
+    finally:
+        one.close()
+
+
 def test_what_another_job_left_stays(rig: Rig) -> None:
     """Also where a second job's controller has to wait for the end of the first one's."""
     rig.target.close()
