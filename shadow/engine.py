@@ -55,6 +55,9 @@ class EventSource(Protocol):
     def set_incarnation(self, incarnation: int) -> None:
         """Take frames of this incarnation only."""
 
+    def expect(self, iteration: int) -> None:
+        """Take frames of iterations up to this one only."""
+
     def discard(self, iteration: int) -> None:
         """Forget what is incomplete up to this iteration."""
 
@@ -170,6 +173,7 @@ class Engine:
         self._ask_pause = 0.0
         self._ask_from = 0.0
         self._discarded = 0
+        self._horizon = -1
         self._commits: deque[tuple[float, int]] = deque(maxlen=_COMMITS)
         self._commit_count = 0
         self._state_bytes = 0
@@ -305,7 +309,7 @@ class Engine:
         if self._inbox.empty():
             self._staging.check(time.monotonic())
             self._tend_fence()
-        self._discard_useless()
+        self._bound_iterations()
         self._publish()
         self._tend_seed()
 
@@ -495,8 +499,12 @@ class Engine:
             first, longest = self._tuning.ask_s
             self._ask_pause = min(max(first, 2 * self._ask_pause), longest)
 
-    def _discard_useless(self) -> None:
-        useless = self._staging.useless
+    def _bound_iterations(self) -> None:
+        """The receiver holds what may still be used, and takes nothing that no trainer can be at."""
+        horizon, useless = self._staging.horizon, self._staging.useless
+        if horizon != self._horizon:
+            self._horizon = horizon
+            self._receiver.expect(horizon)
         if useless > self._discarded:
             self._discarded = useless
             self._receiver.discard(useless)

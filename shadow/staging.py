@@ -89,6 +89,7 @@ class Staging:
         self._incoming: int | None = None
         self._blocked: int | None = None
         self._trimmed = 0
+        self._newest = 0
         self._resumed = False
         self._stalled: tuple[int, float] | None = None
 
@@ -99,6 +100,7 @@ class Staging:
         for iteration in list(self._pieces):
             self._drop(iteration)
         self.world, self.step, self.boundaries = world, step, boundaries
+        self._newest = step or 0
         self.committed = step is not None
         self.damage = self._incoming = self._blocked = self._stalled = None
         self._trimmed = 0
@@ -131,6 +133,7 @@ class Staging:
             self.boundaries = piece.boundaries if piece else {}
             self.committed = False
         self._incoming = None
+        self._newest = max(self._newest, step)
         self._advance(step)
         broken = min((number for number, piece in self._pieces.items() if piece.broken is not None), default=None)
         self._blocked = broken
@@ -161,6 +164,7 @@ class Staging:
 
     def add_record(self, rank: int, record: StepRecord) -> None:
         """A rank's step record; the ranks' records of one step must be the same."""
+        self._newest = max(self._newest, record.step)
         if self._resumed and self.step is not None and record.step <= self.step:
             self._rewind(rank, record.step)
         piece = self._piece(record.step)
@@ -182,6 +186,7 @@ class Staging:
 
     def add_boundary(self, rank: int, step: int, state: dict[str, Any], unfollowed: str | None = None) -> None:
         """A rank's state after ``step``; ``unfollowed``: why that isn't what the step makes, but what a seed holds."""
+        self._newest = max(self._newest, step)
         if step == self.step:  # a seed's: trainers take it at the boundary
             self.boundaries.setdefault(rank, state)
             return
@@ -253,6 +258,11 @@ class Staging:
         if self.step is None or self.step + 1 == self._blocked:
             return max(self._trimmed, self.step or 0)
         return self.step
+
+    @property
+    def horizon(self) -> int:
+        """No gradients of later iterations can come yet: trainers tell of each step on an authenticated connection."""
+        return self._newest + self._ahead
 
     @property
     def seed_is_coming(self) -> bool:

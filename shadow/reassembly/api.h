@@ -53,6 +53,7 @@ struct ckm_counters {
     uint64_t ops;           /* completed all-reduces */
     uint64_t stale;         /* frames of another incarnation */
     uint64_t late;          /* frames of an operation that was already given up */
+    uint64_t beyond;        /* frames of an iteration that nobody may be at yet */
     uint64_t duplicates;    /* segments that held nothing new */
     uint64_t overlaps;      /* segments of which a part was already there */
     uint64_t out_of_order;  /* segments held back */
@@ -94,6 +95,9 @@ int ckm_core_poll(struct ckm_core *core, struct ckm_event *out, int max, uint64_
 int ckm_core_release(struct ckm_core *core, uint64_t op);
 /* Frames of other incarnations are dropped from now on; operations of others that are not complete are forgotten. */
 void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation);
+/* Frames of later iterations than this one are dropped from now on (at first none are): a wrong iteration number must
+ * not move the window away from those that are being trained. */
+void ckm_core_expect(struct ckm_core *core, uint64_t iteration);
 /* Forgets operations of iterations up to this one that are not complete, without reporting damage. */
 void ckm_core_discard(struct ckm_core *core, uint64_t iteration);
 /* Writes what is missing of an iteration; empty when all that was seen of it is complete, or it is long past, or

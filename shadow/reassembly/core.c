@@ -26,6 +26,7 @@ struct ckm_core *ckm_core_create(const struct ckm_core_config *config)
     pthread_condattr_destroy(&monotonic);
     pthread_mutex_init(&core->lock, NULL);
     core->config = *config;
+    core->horizon = UINT64_MAX;
     core->pool.limit = config->pool_bytes;
     return core;
 }
@@ -156,6 +157,13 @@ void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation)
         core->late_iteration = 0;
     }
     settle_and_unlock(core, ckm_now_us());
+}
+
+void ckm_core_expect(struct ckm_core *core, uint64_t iteration)
+{
+    pthread_mutex_lock(&core->lock);
+    core->horizon = iteration;
+    pthread_mutex_unlock(&core->lock);
 }
 
 void ckm_core_discard(struct ckm_core *core, uint64_t iteration)

@@ -11,6 +11,7 @@ struct ckm_core {
     pthread_cond_t event;
     struct ckm_core_config config;
     uint32_t incarnation;
+    uint64_t horizon;        /* newest iteration that may be seen */
     uint64_t late_iteration; /* that damage was last raised for because it came too late */
     struct ckm_counters counters;
     struct ckm_events events;

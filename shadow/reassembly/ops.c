@@ -190,6 +190,10 @@ static struct ckm_op *admit(struct ckm_core *core, const struct ckm_frame *h, co
 {
     const char *refused = NULL;
     *claim = CKM_CLAIM_SKIP;
+    if (h->iteration > core->horizon) {
+        core->counters.beyond++;
+        return NULL;
+    }
     if (is_past(core, h->iteration, core->ops.newest)) {
         core->counters.late++;
         if (h->payload_len && core->late_iteration != h->iteration)

@@ -218,6 +218,10 @@ class Receiver:
         """
         self._lib.ckm_core_set_incarnation(self._live_core(), incarnation)
 
+    def expect(self, iteration: int) -> None:
+        """Take frames of iterations up to this one from now on; those of later ones are counted as beyond."""
+        self._lib.ckm_core_expect(self._live_core(), iteration)
+
     def discard(self, iteration: int) -> None:
         """Forget what is incomplete of iterations up to this one, for example after a reseed; no Damage is raised."""
         self._lib.ckm_core_discard(self._live_core(), iteration)

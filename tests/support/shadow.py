@@ -68,6 +68,10 @@ class FakeReceiver:
         """As Receiver.set_incarnation."""
         self.incarnation = incarnation
 
+    def expect(self, iteration: int) -> None:
+        """As Receiver.expect."""
+        self.horizon = iteration
+
     def discard(self, iteration: int) -> None:
         """As Receiver.discard."""
         self.discarded.append(iteration)

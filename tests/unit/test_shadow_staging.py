@@ -502,3 +502,17 @@ class Histories(RuleBasedStateMachine):
 
 Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase
+
+
+def test_the_horizon_follows_what_trainers_say_and_nothing_else() -> None:
+    staging = Staging(3, 1.0, lambda gradient: None)
+    staging.begin(1, 5, {})
+    ahead = staging.horizon - 5
+    assert 3 < ahead < 100
+    staging.add_gradient(Gradient(1 << 63, 0, "float32", 4, None))
+    staging.add_damage(1 << 62, "gap")
+    assert staging.horizon == 5 + ahead
+    staging.add_boundary(0, 9, {})
+    assert staging.horizon == 9 + ahead
+    staging.begin(1, 6, {})
+    assert staging.horizon == 6 + ahead

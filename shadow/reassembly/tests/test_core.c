@@ -576,6 +576,23 @@ static void test_pool_is_bounded(void)
     ckm_core_destroy(core);
 }
 
+static void test_iterations_beyond_the_horizon_are_dropped(void)
+{
+    struct ckm_core *core = taught_core();
+    ckm_core_expect(core, 3);
+    add_op(UINT64_C(1) << 63, 0);
+    add_op(4, 0);
+    add_op(2, 0);
+    pass_all(core);
+    expect_complete(core, 2, 0);
+    CHECK(no_event(core) && counters_of(core).beyond > 0);
+    ckm_core_expect(core, 4);
+    add_op(4, 0);
+    pass_all(core);
+    expect_complete(core, 4, 0);
+    ckm_core_destroy(core);
+}
+
 static void test_discard_frees_what_is_incomplete(void)
 {
     struct ckm_core *core = taught_core();
@@ -673,6 +690,7 @@ int main(void)
     test_outrun_is_damage();
     test_incomplete_is_given_up_for_newer();
     test_pool_is_bounded();
+    test_iterations_beyond_the_horizon_are_dropped();
     test_discard_frees_what_is_incomplete();
     test_flows_are_bounded();
     test_unpolled_damage_is_bounded();
