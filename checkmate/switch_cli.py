@@ -48,6 +48,9 @@ def status(topology: TopologyFile, as_json: Json = False) -> None:
 
     Read over P4Runtime beside the running controller, without disturbing it.
 
+    JSON has "job", "target", "address", "pipeline" (ours, another, none), "primary" (null: the switch does not tell),
+    "shadows" (that it copies to), "ports", "groups", "usage", "problems".
+
     Exit codes: 0, all is as planned for the shadows that the switch copies to; 1, something is not, and is named;
     2, the switch cannot be read.
     """
@@ -75,6 +78,8 @@ def counters(
 
     Without a terminal, or with --json, every interval is printed anew. A group's counter is what its heartbeat entries
     were given: each such frame is copied once to every member.
+
+    JSON has "ports": counter, port; and "groups": number; each with "packets", "bytes", "packets_per_s", "bits_per_s".
 
     Exit codes: 0; 2, the switch cannot be read.
     """
@@ -116,6 +121,9 @@ def verify(
     In a lab all of that is done at once, in its namespaces. On a rack run it on each host, as root, with --node HOST:
     what leaves the switch is then judged by its counters. Anywhere else the counters are compared for --seconds of a
     job's traffic.
+
+    JSON has "problems" and "groups", each with "group", "for", "probes", "tagged" (frames that the switch was given
+    meanwhile), "outcome" (ok, wrong, not seen) and "problems".
 
     Exit codes: 0, every group was seen to be right; 1, one is wrong, and is named; 2, the switch cannot be read, or
     there was no traffic to judge a group by.

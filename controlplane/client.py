@@ -251,7 +251,7 @@ class _Session:
             answered = self._changed.wait_for(lambda: self._ended is not None or self._answers > answers, left)
             if self._ended is not None:
                 raise self._ended
-            if not answered:
+            if not answered or left <= 0:
                 raise UnreachableError(f"switch {self._address}: no answer in time")
 
     def _not_primary(self) -> NotPrimaryError:
@@ -265,7 +265,10 @@ class _Session:
             for update in self._updates():
                 with self._changed:
                     self._code = update.status.code
-                    self._highest = max(self._highest, update.election_id.high << 64 | update.election_id.low)
+                    said = update.election_id.high << 64 | update.election_id.low
+                    if update.status.code == code_pb2.OK and not update.HasField("election_id"):
+                        said = self._bid or 0
+                    self._highest = max(self._highest, said)
                     self._answers += 1
                     self._changed.notify_all()
         except grpc.RpcError as error:

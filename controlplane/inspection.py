@@ -48,7 +48,11 @@ class Inspection:
             "shadows": list(self.plan.live),
             "ports": {str(port): {"name": self.name(port), "role": role} for port, role in self.roles().items()},
             "groups": [
-                {"id": group.id, "for": self.meaning(group), "members": [_member(r, self) for r in group.replicas]}
+                {
+                    "id": group.id,
+                    "for": self.meaning(group),
+                    "members": [{**replica._asdict(), "name": self.name(replica.port)} for replica in group.replicas],
+                }
                 for group in self.rules.groups
             ],
             "usage": {use.what: {"used": use.used, "limit": use.limit} for use in self.usage},
@@ -62,10 +66,6 @@ class Inspection:
     def meaning(self, group: Multicast) -> str:
         """What a group is for; empty for one that is not this job's."""
         return self.plan.group_names.get(group.id, "")
-
-
-def _member(replica: Any, inspection: Inspection) -> dict[str, Any]:
-    return {"port": replica.port, "rid": replica.rid, "name": inspection.name(replica.port)}
 
 
 def ingress_port(entry: Entry) -> int:
