@@ -7,8 +7,6 @@ const bit<16> TYPE_IPV4 = 0x0800;
 const bit<16> TYPE_VLAN = 0x8100;
 const bit<8> PROTOCOL_TCP = 6;
 const bit<4> IP_VERSION = 4;
-const bit<4> IP_MIN_WORDS = 5;
-const bit<4> TCP_MIN_WORDS = 5;
 
 const bit<8> OPTION_KIND = 253;
 const bit<8> OPTION_LENGTH = 8;

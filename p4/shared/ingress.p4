@@ -1,7 +1,7 @@
 /* Where a frame goes, included in control CheckmateIngress of each target.
  *
  * Tables only take notes; the end of apply sends. The target says how with macros: INGRESS_PORT, PORT_COUNTER,
- * ENTRY_COUNTER, USES_COUNTER, COUNT_ENTRY, COUNT, CHECK_LENGTHS, SEND_TO_PORT, SEND_TO_GROUP, SEND_COPIES, DROP.
+ * ENTRY_COUNTER, COUNT_ENTRY, COUNT, CHECK_LENGTHS, SEND_TO_PORT, SEND_TO_GROUP, SEND_COPIES, DROP, TELL_EGRESS.
  */
     PORT_COUNTER(tagged_in);
     PORT_COUNTER(untagged);
@@ -64,7 +64,7 @@
             @defaultonly NoAction;
         }
         const default_action = NoAction;
-        USES_COUNTER(heartbeat_counter)
+        counters = heartbeat_counter;
         size = HEARTBEAT_SIZE;
     }
 
@@ -136,4 +136,5 @@
             COUNT(dropped, INGRESS_PORT);
             DROP;
         }
+        TELL_EGRESS;
     }

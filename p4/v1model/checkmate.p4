@@ -9,21 +9,29 @@
 #include "../shared/headers.p4"
 #include "../shared/metadata.p4"
 
-#define PORT_COUNTER(name)  counter(PORTS, CounterType.packets_and_bytes) name
-#define ENTRY_COUNTER(name) direct_counter(CounterType.packets_and_bytes) name
-#define USES_COUNTER(name)  counters = name;
-#define COUNT(name, port)   name.count((bit<32>)port)
-#define COUNT_ENTRY(name)   /* counted by its table */
-#define DROP                mark_to_drop(standard_metadata)
+const bit<4> IP_MIN_WORDS = 5;
+const bit<4> TCP_MIN_WORDS = 5;
 
-#define INGRESS_PORT standard_metadata.ingress_port
-#define EGRESS_PORT  standard_metadata.egress_port
-#define EGRESS_RID   standard_metadata.egress_rid
+#define PORT_COUNTER(name)   counter(PORTS, CounterType.packets_and_bytes) name
+#define COUNT(name, port)    name.count((bit<32>)port)
+#define ENTRY_COUNTER(name)  direct_counter(CounterType.packets_and_bytes) name
+#define COUNT_ENTRY(name)    /* counted by its table */
 
+#define INGRESS_PORT         standard_metadata.ingress_port
 #define SEND_TO_PORT(port)   standard_metadata.egress_spec = port
 #define SEND_TO_GROUP(group) standard_metadata.mcast_grp = group
-/* No class: BMv2 has one queue for each port unless told otherwise, and drops a frame of a priority without a queue. */
-#define SEND_COPIES(group)   SEND_TO_GROUP(group)
+#define SEND_COPIES(group)   SEND_TO_GROUP(group) /* in class 0: BMv2 drops what it has no queue for */
+#define DROP                 mark_to_drop(standard_metadata)
+#define TELL_EGRESS          /* it has the metadata of ingress */
+
+#define EGRESS_PORT          standard_metadata.egress_port
+#define EGRESS_RID           standard_metadata.egress_rid
+#define COPIED               meta.copied
+
+/* Nothing is computed while parsing. */
+#define EXTRACTED_IPV4
+#define EXTRACTED_TCP
+#define EXTRACTED_OPTION
 
 parser CheckmateParser(packet_in packet, out headers_t hdr, inout metadata_t meta,
                        inout standard_metadata_t standard_metadata) {
@@ -31,9 +39,6 @@ parser CheckmateParser(packet_in packet, out headers_t hdr, inout metadata_t met
         meta.kind = OTHER;
         transition parse_ethernet;
     }
-#define EXTRACTED_IPV4
-#define EXTRACTED_TCP
-#define EXTRACTED_OPTION
 #include "../shared/parser.p4"
 }
 
