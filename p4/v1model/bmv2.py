@@ -185,6 +185,8 @@ def _without_offloads(namespace: netdev.Namespace, name: str) -> Iterator[None]:
 
 
 def _set_offloads(name: str, offloads: Sequence[str], setting: str) -> None:
+    if not offloads:
+        return
     command = ["ethtool", "-K", name, *(word for offload in offloads for word in (offload, setting))]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_STOP_SECONDS)

@@ -1,6 +1,7 @@
-"""Controller, eBPF switch and a registering shadow as processes in a lab: traffic flows, and all is restored."""
+"""Controller, switch and a registering shadow as processes in a lab: traffic flows, and all is restored."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from checkmate import config
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_offloads
 from checkmate.lab import Lab, LabConfig
+from checkmate.p4.v1model.bmv2 import BINARY
 from checkmate.status import query
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: makes network namespaces")]
@@ -80,12 +82,15 @@ class Rack:
 
 
 @pytest.fixture
-def rack() -> Iterator[Rack]:
+def rack(request: pytest.FixtureRequest) -> Iterator[Rack]:
+    target = getattr(request, "param", "ebpf")
+    if target == "bmv2" and shutil.which(BINARY) is None:
+        pytest.skip(f"{BINARY} is not on PATH")
     try:
         config.library("switch.bpf.o")
     except config.CheckmateError as error:
         pytest.skip(str(error))
-    with Lab(LabConfig(ranks=2)) as lab:
+    with Lab(LabConfig(ranks=2, target=target)) as lab:
         yield Rack(lab)
 
 
@@ -96,6 +101,7 @@ def soon(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     return condition()
 
 
+@pytest.mark.parametrize("rack", ["ebpf", pytest.param("bmv2", marks=pytest.mark.bmv2)], indirect=True)
 def test_traffic_flows_with_and_without_a_shadow_and_a_killed_switch_is_restored(rack: Rack) -> None:
     switch = rack.switch()
     rack.controller()
@@ -108,7 +114,7 @@ def test_traffic_flows_with_and_without_a_shadow_and_a_killed_switch_is_restored
     switch.wait(10)
     assert soon(lambda: rack.status()["switch"]["error"] != "")
     rack.switch()
-    assert soon(rack.in_sync_with("shadow0")), rack.lab.log_tail("controller.log")
+    assert soon(rack.in_sync_with("shadow0")), rack.lab.log_tail("controller.log") + rack.lab.log_tail("switch.log")
     assert rack.reachable()
     shadow.send_signal(signal.SIGKILL)
     assert soon(rack.in_sync_with())

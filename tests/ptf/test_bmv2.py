@@ -80,6 +80,19 @@ def test_it_ends_and_offloads_come_back(built: Rack, tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.bmv2
+def test_offloads_that_were_off_stay_off(built: Rack, tmp_path: Path) -> None:
+    """As those that a killed one has left."""
+    off = [word for offload in OFFLOADS for word in (offload, "off")]
+    with closing(Namespace(built.switch_netns)) as namespace, namespace.entered():
+        for name in built.interfaces.values():
+            subprocess.run(["ethtool", "-K", name, *off], check=True)
+    with bmv2.Bmv2(built.interfaces, f"unix:{tmp_path}/p4", 1, built.switch_netns):
+        pass
+    assert offloads(built) == [[]] * len(PORTS)
+
+
+@pytest.mark.root
+@pytest.mark.bmv2
 def test_it_listens_where_it_is_told_alone(built: Rack) -> None:
     with closing(Namespace(built.switch_netns)) as namespace, namespace.entered():
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
