@@ -121,10 +121,11 @@ def machine() -> dict[str, Any]:
     return {"cpus": sorted(os.sched_getaffinity(0)), "kernel": os.uname().release, "load": round(os.getloadavg()[0], 1)}
 
 
-def draw(path: Path, fill: Callable[[Axes], None]) -> None:
-    """A figure with one pair of axes."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    fill(figure.subplots())
+def draw(path: Path, *fills: Callable[[Axes], None]) -> None:
+    """A figure with a pair of axes for each function, side by side."""
+    figure = Figure(figsize=(6 * len(fills), 4), layout="constrained")
+    for fill, axes in zip(fills, figure.subplots(1, len(fills), squeeze=False)[0], strict=True):
+        fill(axes)
     figure.savefig(path)
 
 

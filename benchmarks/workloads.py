@@ -1,0 +1,91 @@
+"""Small models of the three kinds that PCcheck was measured with, on random data: what is timed is the same work."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+KINDS = ("vision", "bert", "opt")
+VOCABULARY = 2000
+LENGTH = 32
+IMAGE = 32
+WIDTH = 256
+
+
+class Vision(nn.Module):
+    """Convolutions and two wide linear layers, which hold most parameters, as in VGG."""
+
+    def __init__(self, params: int) -> None:
+        super().__init__()
+        hidden = max(16, (params - 24_000) // (64 * 16 + 10))
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(64 * 16, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Loss."""
+        return F.cross_entropy(self.classifier(self.features(images)), labels)
+
+
+class Transformer(nn.Module):
+    """An encoder with a masked-token loss (``causal`` False, BERT) or a decoder with a next-token loss (True, OPT)."""
+
+    def __init__(self, params: int, causal: bool) -> None:
+        super().__init__()
+        layers = max(1, (params - VOCABULARY * WIDTH) // (12 * WIDTH * WIDTH))
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        activation = "relu" if causal else "gelu"
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, activation, batch_first=True, norm_first=causal)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(LENGTH) if causal else None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Loss."""
+        hidden = self.tokens(tokens) + self.places.weight
+        hidden = self.layers(hidden, mask=self.mask, is_causal=self.mask is not None)
+        return F.cross_entropy((hidden @ self.tokens.weight.T).flatten(0, 1), targets.flatten())
+
+
+class Training:
+    """A model of about ``params`` parameters and AdamW; ``step`` does one iteration of ``batch`` samples."""
+
+    def __init__(self, kind: str, params: int, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = Vision(params) if kind == "vision" else Transformer(params, kind == "opt")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._draw = _images if kind == "vision" else _tokens
+        self._batch = batch
+
+    def step(self) -> None:
+        """One iteration."""
+        self.optimizer.zero_grad(set_to_none=False)
+        self.model(*self._draw(self._batch)).backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        rng = torch.get_rng_state()
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": rng}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+
+    @property
+    def nbytes(self) -> int:
+        """Of a checkpoint: parameters and two moments."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+
+def _images(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, IMAGE, IMAGE), torch.randint(10, (batch,))
+
+
+def _tokens(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(VOCABULARY, (batch, LENGTH)), torch.randint(VOCABULARY, (batch, LENGTH))
