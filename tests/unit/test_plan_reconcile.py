@@ -123,7 +123,7 @@ def apply_some(target: FakeTarget, current: Rules, wanted: Rules, stop_after: in
             assert not target.read().dangling()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(first=plans, second=plans, stop=st.integers(0, 60), seed=st.integers(0, 1000))
 def test_any_interrupted_plan_then_another_ends_exactly_there(first: Plan, second: Plan, stop: int, seed: int) -> None:
     target = FakeTarget()
@@ -133,7 +133,7 @@ def test_any_interrupted_plan_then_another_ends_exactly_there(first: Plan, secon
     assert reconcile(target, second.rules).written == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ranks=st.integers(2, 4),
     before=st.sets(st.sampled_from(SHADOWS)),
@@ -155,7 +155,7 @@ def test_training_traffic_flows_while_shadows_come_and_go(
             assert_forwards(target.read(), new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1000))
 def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> None:
     old, new = make_plan(topology(4), set(SHADOWS)), make_plan(topology(3, offset=1), set(SHADOWS))
@@ -182,7 +182,7 @@ def renumbered(rules: Rules) -> Rules:
     return Rules.of(map(moved, rules.entries), groups)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 1), st.sets(st.sampled_from(SHADOWS)), st.integers(0, 60)), max_size=6),
     seed=st.integers(0, 1000),

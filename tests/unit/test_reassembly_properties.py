@@ -69,7 +69,7 @@ def displaced(packets: list[bytes], by: list[int]) -> list[bytes]:
     return [packets[i] for i in order]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(op=operations, mss=st.integers(1, 1448), by=st.lists(st.integers(0, 50), min_size=1), data=st.data())
 def test_reordered_and_repeated_copies_are_exact(op: AllReduce, mss: int, by: list[int], data: st.DataObject) -> None:
     mss = max(mss, op.nbytes // 200)
@@ -86,7 +86,7 @@ def test_reordered_and_repeated_copies_are_exact(op: AllReduce, mss: int, by: li
     assert counters["gaps"] == counters["crc_errors"] == counters["held_bytes"] == counters["pool_used"] == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(op=operations, mss=st.integers(20, 1448), data=st.data())
 def test_faults_are_reported_and_later_iterations_complete(op: AllReduce, mss: int, data: st.DataObject) -> None:
     mss = max(mss, op.nbytes // 200)
@@ -120,7 +120,7 @@ def damaged(packets: list[bytes], data: st.DataObject) -> list[bytes]:
     return [p for p in result if p]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(before_wrap=st.integers(1, 4000), mss=st.integers(40, 700), by=st.lists(st.integers(0, 20), min_size=1))
 def test_sequence_wrap_with_reordering_and_repeats_is_exact(before_wrap: int, mss: int, by: list[int]) -> None:
     """The shadow comes late, in the middle of flows just before 2**32: from the next frame on all is exact."""
@@ -145,7 +145,6 @@ def test_anything_in_place_of_a_header_is_damage(content: bytes) -> None:
     assert not run.complete
 
 
-@settings(deadline=None)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_as_a_packet_are_survived(content: bytes) -> None:
     run = new_run()

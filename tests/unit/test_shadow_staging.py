@@ -500,7 +500,7 @@ class Histories(RuleBasedStateMachine):
             assert state == {"rank": rank, "step": self.staging.step}
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestHistories = Histories.TestCase
 
 

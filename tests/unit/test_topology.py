@@ -243,7 +243,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=_JSON, key=st.sampled_from(sorted(GOOD)))
 def test_any_content_is_either_read_or_refused(data: Any, key: str) -> None:
     for content in (data, GOOD | {key: data}):
