@@ -115,8 +115,12 @@ void ckp_free(struct ckp_engine *engine)
 static int set_up(struct ckp_engine *engine, struct ckp_error *error)
 {
     const struct ckp_options *options = &engine->options;
-    int result = ckp_recover(engine->storage, &engine->file, error);
+    int result = 0;
 
+    /* A process that was killed leaves writes that can be read, but might still be lost: build on nothing like that. */
+    if (!options->read_only && (result = engine->storage->ops->flush(engine->storage)))
+        return ckp_fail_errno(error, -result, "flushing what an earlier process wrote");
+    result = ckp_recover(engine->storage, &engine->file, error);
     if (result || options->read_only)
         return result;
     if (ckp_pool_open(&engine->pool, options->pool_chunks, options->chunk_bytes))

@@ -24,7 +24,7 @@ struct ckp_piece {
     uint64_t bytes;
 };
 
-enum ckp_chunk_state { CHUNK_OPEN, CHUNK_READY, CHUNK_LENT, CHUNK_STAGED };
+enum ckp_chunk_state { CHUNK_OPEN, CHUNK_READY, CHUNK_STAGING, CHUNK_LENT, CHUNK_STAGED };
 
 struct ckp_chunk {
     struct ckp_io io; /* first: a finished write is turned back into its chunk */

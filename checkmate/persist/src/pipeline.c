@@ -20,6 +20,7 @@ static void stage(struct ckp_engine *engine, struct ckp_chunk *chunk)
     struct ckp_ticket *ticket = chunk->ticket;
 
     chunk->buffer = ckp_pool_take(&engine->pool);
+    chunk->state = CHUNK_STAGING; /* its pieces are this thread's */
     ticket->busy++;
     ticket->staging++;
     pthread_mutex_unlock(&engine->lock);
