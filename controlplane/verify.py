@@ -181,16 +181,17 @@ def _collect(
 ) -> dict[tuple[bytes, int], list[bytes]]:
     """Probes by nonce and port, until all are there and ``LINGER_S`` later, or ``ARRIVAL_S`` have passed."""
     arrived: dict[tuple[bytes, int], list[bytes]] = {}
-    ports = {tap: port for port, tap in taps.items()}
-    missing, end = set(expected), time.monotonic() + (ARRIVAL_S if expected else LINGER_S)
-    while (left := end - time.monotonic()) > 0:
-        for tap in select.select(list(ports), [], [], left)[0]:
-            while (frame := tap.receive()) is not None:
+    lingering, end = not expected, time.monotonic() + (ARRIVAL_S if expected else LINGER_S)
+    left = 1.0
+    while left > 0:
+        left = end - time.monotonic()  # what came in time is read, however late we are
+        select.select(list(taps.values()), [], [], max(left, 0))
+        for port, tap in taps.items():
+            for frame in iter(tap.receive, None):
                 for nonce in (nonce for nonce in nonces if nonce in frame):
-                    arrived.setdefault((nonce, ports[tap]), []).append(frame)
-                    missing.discard((nonce, ports[tap]))
-        if expected and not missing:
-            expected, end = set(), time.monotonic() + LINGER_S
+                    arrived.setdefault((nonce, port), []).append(frame)
+        if not lingering and expected <= arrived.keys():
+            lingering, end = True, time.monotonic() + LINGER_S
     return arrived
 
 
