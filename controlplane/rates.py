@@ -76,10 +76,10 @@ def _by_group(rules: Rules, entries: Mapping[Key, Count]) -> dict[int, Count]:
     sums: dict[int, Count] = {}
     for key, count in entries.items():
         if (number := groups.get(key)) is not None:
-            sums[number] = add(sums.get(number, Count(0, 0)), count)
+            sums[number] = _add(sums.get(number, Count(0, 0)), count)
     return sums
 
 
-def add(one: Count, other: Count) -> Count:
+def _add(one: Count, other: Count) -> Count:
     """Sum of two counters."""
     return Count(one.packets + other.packets, one.bytes + other.bytes)
