@@ -136,7 +136,8 @@ class StepRecord(Message):
     * ``clip_value``: ``clip_value``, ``foreach`` as torch's ``clip_grad_value_`` was given them
     * ``unscale``: ``inv_scale`` that a GradScaler multiplied them by
 
-    and ``params``, names (None: all that have a gradient). ``scaler``: ``grad_scale`` and ``found_inf`` that a
+    and ``params``, names (None: all that have a gradient), and ``masters``: it was done to the gradients of master
+    copies, after they were converted from their parameters'. ``scaler``: ``grad_scale`` and ``found_inf`` that a
     GradScaler handed to a fused optimizer. Tensors in ``changes`` and ``scaler`` are as ``checkmate.plain`` makes
     them.
     """

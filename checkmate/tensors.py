@@ -20,6 +20,9 @@ from checkmate.crc32c import crc32c
 
 Manifest = list[list[Any]]
 
+MASTER = "master:"
+"""Before the name of a parameter: the optimizer's copy of it, of more bits (no parameter's name has a colon)."""
+
 _CHUNK = 1 << 20
 """Bytes between two looks at the CRC and the time-out: small enough to be summed while in cache."""
 

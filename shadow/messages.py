@@ -91,7 +91,8 @@ def _is_change(value: Any) -> bool:
         return False
     fields = _CHANGES[value["op"]]
     return (
-        value.keys() == {"op", "params", "foreach", *fields}
+        value.keys() == {"op", "params", "masters", "foreach", *fields}
+        and isinstance(value["masters"], bool)
         and (value["params"] is None or _all(value["params"], _is_text))
         and value["foreach"] in (None, True, False)
         and all(is_right(value[name]) for name, is_right in fields.items())

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.config import CheckmateError
@@ -13,6 +14,7 @@ from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.client import Client
 from checkmate.train.data import TRACKER
 from checkmate.train.hook import TagPlugin
+from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
 from checkmate.train.settings import Settings
 
@@ -25,15 +27,18 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     stateful: Mapping[str, Stateful] | None = None,
+    masters: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """Let the job's shadow follow every optimizer step of ``ddp``; all ranks call it, before the first backward.
 
     ``stateful``: further objects with state_dict() and load_state_dict() to restore, by name; learning-rate schedulers
-    made after this call are found without. Raises CheckmateError on all ranks when something cannot be followed or the
-    environment that the launcher sets is incomplete. A shadow that cannot be reached is a warning: training goes on
-    and is followed from when it can be.
+    made after this call are found without. ``masters``: where the optimizer holds copies of more bits instead of the
+    module's parameters, each copy by its parameter's name. The script gives a copy the parameter's gradient, converted,
+    before the step, and copies it into the parameter before the next forward. Raises CheckmateError on all ranks when
+    something cannot be followed or the environment that the launcher sets is incomplete. A shadow that cannot be
+    reached is a warning: training goes on and is followed from when it can be.
     """
-    return attach_unless(None, ddp, optimizer, stateful or {})
+    return attach_unless(None, ddp, optimizer, stateful or {}, masters or {})
 
 
 def attach_unless(
@@ -41,27 +46,28 @@ def attach_unless(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     stateful: Mapping[str, Stateful],
+    masters: Mapping[str, Tensor],
 ) -> Checkpoint:
     """``attach``, unless a rank knows a ``problem``: then CheckmateError on all."""
-    problem = problem or checks.refusal(ddp, optimizer, stateful)
+    problem = problem or checks.refusal(ddp, optimizer, stateful, masters)
     if not isinstance(ddp, DistributedDataParallel):
         raise CheckmateError(problem or "not a DistributedDataParallel")
     registry.install()
     TRACKER.install()
     peers = Peers(ddp)
-    parts: tuple[Settings, TagPlugin, RankState] | None = None
+    parts: tuple[Settings, TagPlugin, RankState, Masters] | None = None
     if problem is None:
         try:
             state = RankState(ddp.module, optimizer, stateful)
             state.check()
-            parts = Settings.from_environment(), load_plugin(), state
+            parts = Settings.from_environment(), load_plugin(), state, Masters(ddp.module, masters)
         except (CheckmateError, OSError) as error:
             problem = str(error)
     refusing = peers.find(problem is not None)
     if parts is not None and not refusing:
-        settings, plugin, state = parts
+        settings, plugin, state, copies = parts
         ATTACHED.add(ddp)
-        return Checkpoint(ddp, optimizer, state, Client(settings, peers.rank, peers.world), plugin, peers)
+        return Checkpoint(ddp, optimizer, state, Client(settings, peers.rank, peers.world), plugin, peers, copies)
     TRACKER.remove()
     raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
 

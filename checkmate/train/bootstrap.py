@@ -84,7 +84,7 @@ class AutoAttach:
         elif len(optimizers) > 1:
             problem = f"the script has {len(optimizers)} optimizers of the model: one must hold all parameters"
         try:
-            self._checkpoint = attach_unless(problem, modules[0], optimizers[0], {})
+            self._checkpoint = attach_unless(problem, modules[0], optimizers[0], {}, {})
         except CheckmateError as error:
             log.warning("not attached: %s; training goes on without checkpoints", error)
         except Exception:

@@ -25,6 +25,7 @@ from checkmate.train.data import TRACKER
 from checkmate.train.gradients import around_scaled_step
 from checkmate.train.hook import GradientHook, TagPlugin
 from checkmate.train.link import RecordsLink
+from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
 from checkmate.train.seeder import Seeder
 from checkmate.train.watch import Watch
@@ -55,9 +56,10 @@ class Checkpoint:
         client: Client,
         plugin: TagPlugin,
         peers: Peers,
+        masters: Masters,
     ) -> None:
         self._ddp, self._optimizer, self._state, self._client = ddp, optimizer, state, client
-        self._plugin, self._peers = plugin, peers
+        self._plugin, self._peers, self._masters = plugin, peers, masters
         self._step = 0
         self._superseded = 0
         self._newest_state: dict[str, Any] = {}
@@ -68,15 +70,17 @@ class Checkpoint:
         self._layout: Layout | None = None
         self._ready_order: list[int] | None = None
         self._incarnation = 0
-        self._seeder = Seeder(client, ddp.module, optimizer)
+        self._seeder = Seeder(client, ddp.module, optimizer, masters)
         self._link = RecordsLink(client, self._greeting, self._seeder.request)
         self._admission: Admission | None = None
-        self._watch = Watch(ddp.module, optimizer)
+        self._watch = Watch(ddp.module, optimizer, masters)
         self._changed_before = False
         compression = Compression.of(ddp) or Compression.NONE
         if compression is not Compression.NONE:
             drop_hook(ddp)
-        self._hook = GradientHook(ddp, plugin, lambda: self._step + 1, self._guard, self._supersede, compression)
+        self._hook = GradientHook(
+            ddp, plugin, lambda: self._step + 1, self._guard, self._supersede, compression, masters
+        )
         self._hook.register(ddp)
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._undo = self._install()
@@ -214,6 +218,7 @@ class Checkpoint:
         if state.step != held:
             raise CheckmateError(f"the shadow sent the state of step {state.step} instead")
         params, buffers = named_state(self._ddp.module)
+        params += self._masters.named
         unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
         self._state.restore(state.boundary)
         self._newest_state = state.boundary
@@ -279,8 +284,8 @@ class Checkpoint:
             [pack_group(group) for group in self._optimizer.param_groups],
             skipped,
             unfollowed,
-            self._hook.trail.absent(),
-            self._hook.trail.changes(),
+            self._hook.absent(),
+            self._hook.changes(),
             self._scaler(),
         )
         self._link.send(record)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,12 +20,15 @@ _DEVICES = ("cpu", "cuda")
 
 
 def refusal(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, stateful: Mapping[str, object]
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    stateful: Mapping[str, object],
+    masters: Mapping[str, Tensor],
 ) -> str | None:
     """Why this model and optimizer cannot be followed, None when they can."""
     if not isinstance(ddp, DistributedDataParallel):
         return f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
-    for reasons in (_group(ddp), _module(ddp), _optimizer(ddp, optimizer), _stateful(optimizer, stateful)):
+    for reasons in (_group(ddp), _module(ddp), _optimizer(ddp, optimizer, masters), _stateful(optimizer, stateful)):
         for reason in reasons:
             return reason
     return None
@@ -75,7 +78,9 @@ def _module(ddp: DistributedDataParallel) -> Iterator[str]:
             yield f"DDP was told to ignore parameter {name}: its gradient is never all-reduced"
 
 
-def _optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+def _optimizer(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]
+) -> Iterator[str]:
     cls = type(optimizer)
     if cls not in FOLLOWED:
         names = ", ".join(kind.__name__ for kind in FOLLOWED)
@@ -84,15 +89,19 @@ def _optimizer(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -
             "element depends on nothing but that element"
         )
     names_of_all = {id(param): name for name, param in ddp.module.named_parameters()}
+    names_of_copies = {id(copy): name for name, copy in masters.items()}
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             yield f"parameter group {index} is differentiable, which no shadow can be"
         for param in group["params"]:
-            if id(param) not in names_of_all:
+            if id(param) not in names_of_all | names_of_copies:
                 shape = list(param.shape)
-                yield f"parameter group {index} holds a parameter of shape {shape} that is not in the DDP module"
+                yield (
+                    f"parameter group {index} holds a parameter of shape {shape} that is not in the DDP module; "
+                    "where it is a copy of one that is, name it: attach(…, masters={name: copy})"
+                )
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = {key: name for key, name in names_of_all.items() if key not in held}
+    missing = {key: name for key, name in names_of_all.items() if key not in held and name not in masters}
     for other in registry.all_optimizers() if missing else ():
         theirs = [missing[id(p)] for group in other.param_groups for p in group["params"] if id(p) in missing]
         if other is not optimizer and theirs:

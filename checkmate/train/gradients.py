@@ -29,9 +29,10 @@ _around_step: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[Step],
 class GradientTrail:
     """Follows the gradients of ``params`` (by ``id``: name and parameter) from ``seal`` to the optimizer step."""
 
-    def __init__(self, params: Mapping[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, params: Mapping[int, tuple[str, Tensor]], of_masters: bool = False) -> None:
         install()
         self._params = params
+        self._of_masters = of_masters
         self._expected: dict[int, tuple[int, int]] = {}
         self._changes: list[Change] = []
         self._spots = Spots(0)
@@ -47,6 +48,9 @@ class GradientTrail:
         """The iteration is over."""
         self._expected, self._changes = {}, []
         self._spots.drop()
+
+    def look(self) -> None:
+        """Gradients are about to be changed or used."""
 
     def absent(self) -> list[str]:
         """Names of the parameters without a gradient."""
@@ -70,16 +74,19 @@ class GradientTrail:
     def noting(self, params: Iterable[Tensor], change: Change) -> Iterator[None]:
         """Around a change of these parameters' gradients, and of nothing else."""
         keys = {id(param) for param in params if param.grad is not None} & self._params.keys()
+        if not keys:
+            yield
+            return
+        self.look()
         known = self._as_expected()
         explained = self._spots.changed() is None
         yield
         self._expected |= self._now(known)  # of all: views of one bucket share a version counter
         if explained:
             self._spots.refresh()
-        if keys:
-            everything = all(param.grad is None or key in keys for key, (_, param) in self._params.items())
-            names = None if everything else sorted(self._params[key][0] for key in keys)
-            self._changes.append({**change, "params": names})
+        everything = all(param.grad is None or key in keys for key, (_, param) in self._params.items())
+        names = None if everything else sorted(self._params[key][0] for key in keys)
+        self._changes.append({**change, "params": names, "masters": self._of_masters})
 
     def _as_expected(self) -> list[int]:
         now = self._now(self._params)

@@ -17,7 +17,8 @@ from checkmate.protocol import Layout
 from checkmate.tensors import is_same
 from checkmate.train.buckets import ReadyOrder
 from checkmate.train.compression import Compression
-from checkmate.train.gradients import GradientTrail
+from checkmate.train.gradients import Change, GradientTrail
+from checkmate.train.masters import Masters
 
 
 class Counters(Protocol):
@@ -82,6 +83,7 @@ class GradientHook:
         guard: Callable[[Callable[[], None]], None],
         superseded: Callable[[], None] = lambda: None,
         compression: Compression = Compression.NONE,
+        masters: Masters | None = None,
     ) -> None:
         self._closed = False
         self._superseded = superseded
@@ -92,8 +94,9 @@ class GradientHook:
         self._world = dist.get_world_size(self._group)
         self.ready_order = ReadyOrder(ddp)
         self._params = {id(p): (name, p) for name, p in ddp.module.named_parameters() if p.requires_grad}
-        self._frozen = {id(p): (name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad}
-        self.trail = GradientTrail(self._params)
+        self._frozen = {id(p): name for name, p in ddp.module.named_parameters() if not p.requires_grad}
+        self._trail = GradientTrail(self._params)
+        self._masters = masters or Masters(ddp.module, {})
         self._compression = compression
         self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()], compression)
         self._may_be_unused = (ddp.find_unused_parameters or ddp.static_graph) and not ddp.gradient_as_bucket_view
@@ -133,32 +136,48 @@ class GradientHook:
             return "a backward pass did not finish"
         if not self._reductions:
             return "no all-reduce since the last step"
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in self._params and (problem := self._unreduced(param)):
-                    return f"parameter group {index} holds {problem}"
+        return self._unreduced(optimizer) or self._changed()
+
+    def _changed(self) -> str | None:
+        """Gradients that are not what the all-reduce made, changed by nothing but what is known."""
         if self._stale is not None:
             return f"parameter {self._stale} was used on no rank and keeps an older gradient: zero it before backward"
-        if (name := self.trail.unexplained()) is not None:
+        if (name := self._trail.unexplained()) is not None:
             return (
                 f"the gradient of {name} was changed after its all-reduce, and not by torch's clip_grad_norm_, "
                 "clip_grad_value_ or GradScaler"
             )
+        if (name := self._masters.trail.unexplained()) is not None:
+            return f"the gradient of {name} is not that of its parameter, changed by torch's own functions alone"
         return None
 
-    def _unreduced(self, param: Tensor) -> str | None:
-        if id(param) not in self._frozen:
-            return f"a parameter of shape {list(param.shape)} that is not in the DDP module"
-        if param.grad is not None:
-            name = self._frozen[id(param)][0]
-            return f"{name}, which was frozen when DDP was made and has a gradient that is not all-reduced"
+    def absent(self) -> list[str]:
+        """Parameters that the optimizer passes over for want of a gradient."""
+        copied = self._masters.sources
+        names = {name for key, (name, _) in self._params.items() if key not in copied}
+        return [*(name for name in self._trail.absent() if name in names), *self._masters.trail.absent()]
+
+    def changes(self) -> list[Change]:
+        """What was done to the gradients, and then to the master weights' gradients."""
+        return self._trail.changes() + self._masters.trail.changes()
+
+    def _unreduced(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """A parameter of the optimizer with a gradient that no all-reduce made."""
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in self._params or param.grad is None or param in self._masters:
+                    continue
+                name = self._frozen.get(id(param))
+                what = f"{name}, which was frozen when DDP was made" if name else "one that is not in the DDP module"
+                return f"parameter group {index} holds {what}: its gradient is not all-reduced"
         return None
 
     def next_step(self) -> None:
         """The iteration is over: reductions from now on are for the next one."""
         self._reductions = 0
         self._open = False
-        self.trail.end()
+        self._trail.end()
+        self._masters.trail.end()
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -210,7 +229,7 @@ class GradientHook:
             ),
             None,
         )
-        self.trail.seal()
+        self._trail.seal()
 
     def _note_layout(self, bucket: Bucket, index: int, buffer: Tensor, sent: Tensor) -> None:
         params = bucket.parameters()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from checkmate.protocol import Seed
 from checkmate.tensors import named_state, pack_state
 from checkmate.train.client import Client, ShadowError
+from checkmate.train.masters import Masters
 
 log = logging.getLogger("checkmate")
 
@@ -31,11 +32,12 @@ class _Job:
 class Seeder:
     """Sends seeds, one at a time; ``floor``: the shadow holds this step of an earlier run, never replace it by less."""
 
-    def __init__(self, client: Client, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, client: Client, module: nn.Module, optimizer: torch.optim.Optimizer, masters: Masters) -> None:
         self.floor: int | None = None
         self._client = client
         self._module = module
         self._optimizer = optimizer
+        self._masters = masters
         self._copies: list[Tensor] = []
         self._changed = threading.Condition()
         self._wanted: str | None = None
@@ -74,7 +76,7 @@ class Seeder:
     def take(self, step: int, incarnation: int) -> None:
         """Copy the state after ``step`` and hand it to the sending thread."""
         params, buffers = named_state(self._module)
-        description, manifest, tensors = pack_state(params, buffers, self._optimizer)
+        description, manifest, tensors = pack_state(params + self._masters.named, buffers, self._optimizer)
         self._copies = _copy(tensors, self._copies)
         with self._changed:
             reason, self._wanted = self._wanted or "the initial state", None

@@ -6,10 +6,14 @@ tensors in the first steps, some of them in each later one.
 """
 
 import random
+import typing
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+if typing.TYPE_CHECKING:
+    from checkmate.train.masters import Masters
 
 FULL_STEPS = 3
 """Steps after which every parameter and gradient is spot-checked."""
@@ -57,8 +61,11 @@ class Spots:
 class Watch:
     """Parameters of a module and the state of its optimizer, from ``seal`` on."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._params: list[tuple[str, Tensor]] = list(module.named_parameters())
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, masters: "Masters") -> None:
+        copied = masters.sources
+        params = [(name, param) for name, param in module.named_parameters() if id(param) not in copied]
+        self._params: list[tuple[str, Tensor]] = [*params, *masters.named]
+        self._masters = masters
         self._optimizer = optimizer
         self._spots = Spots(0)
         self._seen: list[tuple[int, ...]] = []
@@ -79,6 +86,8 @@ class Watch:
             return "the optimizer's parameter groups hold other parameters than before"
         if (spot := self._spots.changed()) is not None:
             return f"parameter {spot} was changed (through .data, say) by something else than the optimizer's step"
+        if (stray := self._masters.differing_value()) is not None:
+            return f"parameter {stray} is not its master copy, converted"
         return None
 
     def _look(self) -> Iterator[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Layout, Seed, StepRecord
-from checkmate.tensors import Manifest, TensorError, dtype_of, is_same, pack_state, set_group, unpack_group
+from checkmate.tensors import MASTER, Manifest, TensorError, dtype_of, is_same, pack_state, set_group, unpack_group
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -41,6 +41,7 @@ class Replica:
         self._params: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
+        self._masters: dict[str, nn.Parameter] = {}
         self._checked: set[str] = set()
         states = self._sort(seed, tensors)
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
@@ -64,12 +65,11 @@ class Replica:
                     self._set_no_gradients(layout)
                 else:
                     self._set_gradients(layout, buckets)
-                for name in record.absent:
-                    self._params[name].grad = None
-                for change in record.changes if not record.skipped else ():
-                    self._change(change)
+                self._prepare(record)
                 self._optimizer.__dict__.update(scaler)
                 self._optimizer.step()
+                for name, master in self._masters.items():
+                    self._params[name].detach().copy_(master.detach())
             finally:
                 for key in scaler:
                     del self._optimizer.__dict__[key]
@@ -90,6 +90,7 @@ class Replica:
                 raise Refusal(f"step {record.step} has a GradScaler's values for an optimizer that is not fused")
         named = [name for change in record.changes for name in change["params"] or ()]
         unknown = [name for name in (*record.absent, *named) if name not in self._params]
+        unknown += [name for name in self._masters if name not in self._params]
         if unknown:
             raise Refusal(f"step {record.step} names {unknown[0]!r}, which the seed doesn't hold")
         if layout.digest not in self._checked:
@@ -111,13 +112,19 @@ class Replica:
         return description, manifest, tensors
 
     def state_dicts(self) -> dict[str, Any]:
-        """``{"model", "optimizer", "step"}``, live and for plain PyTorch's ``load_state_dict``."""
+        """``{"model", "optimizer", "step"}``, live and for plain PyTorch's ``load_state_dict``.
+
+        With ``"masters"``, by parameter, where the optimizer holds such copies.
+        """
         optimizer = self._optimizer.state_dict()
         for group, capturable in zip(optimizer["param_groups"], self._capturable, strict=True):
             if "capturable" in group:
                 group["capturable"] = capturable
-        model = {name: tensor.detach() for name, tensor in (*self._named(self._params), *self._named(self._buffers))}
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        tensors = (*self._named(self._params), *self._named(self._buffers))
+        model = {name: tensor.detach() for name, tensor in tensors if not name.startswith(MASTER)}
+        masters = {name: master.detach() for name, master in self._masters.items()}
+        state = {"model": model, "optimizer": optimizer, "step": self.step}
+        return state | ({"masters": masters} if masters else {})
 
     def differences(self, seed: Seed, tensors: Sequence[Tensor]) -> list[str]:
         """Parameters and optimizer state that differ in any bit from a seed of the same step.
@@ -147,6 +154,8 @@ class Replica:
             if kind == "param":
                 wants_grad = tensor.is_floating_point() or tensor.is_complex()
                 self._params[name] = nn.Parameter(tensor, requires_grad=wants_grad)
+                if name.startswith(MASTER):
+                    self._masters[name.removeprefix(MASTER)] = self._params[name]
             elif kind == "buffer":
                 self._buffers[name] = tensor
             elif prefix == "alias":
@@ -227,20 +236,36 @@ class Replica:
             for name, _, _ in bucket["params"]:
                 self._params[name].grad = torch.empty_like(self._params[name])
 
-    def _change(self, change: Mapping[str, Any]) -> None:
-        """What the trainer did to its gradients, by the same functions of torch."""
-        names = change["params"]
-        params = [self._params[name] for name in names] if names is not None else list(self._params.values())
-        match change["op"]:
-            case "clip_norm":
-                total_norm = plain.decode(change["total_norm"])
-                nn.utils.clip_grads_with_norm_(params, change["max_norm"], total_norm, change["foreach"])
-            case "clip_value":
-                nn.utils.clip_grad_value_(params, change["clip_value"], change["foreach"])
-            case "unscale":
-                _unscale([param.grad for param in params if param.grad is not None], plain.decode(change["inv_scale"]))
-            case unknown:
-                raise Refusal(f"the unknown change of gradients {unknown!r}")
+    def _prepare(self, record: StepRecord) -> None:
+        """What the trainer did to its gradients before the step."""
+        changes = [] if record.skipped else record.changes
+        self._drop_gradients(record.absent)
+        self._change([change for change in changes if not change["masters"]], self._params)
+        for name, master in self._masters.items():
+            grad = self._params[name].grad
+            master.grad = None if grad is None else grad.to(master.dtype)
+        self._drop_gradients(record.absent)
+        self._change(
+            [change for change in changes if change["masters"]], {MASTER + n: m for n, m in self._masters.items()}
+        )
+
+    def _drop_gradients(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._params[name].grad = None
+
+    def _change(self, changes: Sequence[Mapping[str, Any]], of: Mapping[str, nn.Parameter]) -> None:
+        """By the same functions of torch."""
+        for change in changes:
+            names = change["params"]
+            params = list(of.values()) if names is None else [of[name] for name in names]
+            match change["op"]:
+                case "clip_norm":
+                    total_norm = plain.decode(change["total_norm"])
+                    nn.utils.clip_grads_with_norm_(params, change["max_norm"], total_norm, change["foreach"])
+                case "clip_value":
+                    nn.utils.clip_grad_value_(params, change["clip_value"], change["foreach"])
+                case "unscale":
+                    _unscale([p.grad for p in params if p.grad is not None], plain.decode(change["inv_scale"]))
 
 
 def _unscale(grads: Sequence[Tensor], inv_scale: Tensor) -> None:

@@ -15,8 +15,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
+from checkmate.config import CheckmateError
 from checkmate.protocol import Seed
-from checkmate.tensors import named_state, pack_state
+from checkmate.tensors import MASTER, named_state, pack_state
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.compression import Compression
 
@@ -26,9 +27,11 @@ pytest_plugins = ["support.train.world"]
 class Script:
     """A script in steps: forward (which hands over the step before), backward, then what the test does."""
 
-    def __init__(self, shadow: DirectShadow, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, shadow: DirectShadow, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
         self.shadow, self.ddp, self.optimizer = shadow, ddp, optimizer
-        self.checkpoint: Checkpoint = checkmate.attach(ddp, optimizer)
+        self.checkpoint: Checkpoint = checkmate.attach(ddp, optimizer, **options)
 
     def start(self) -> "Script":
         assert self.checkpoint.resume() is None
@@ -380,3 +383,81 @@ def test_a_hook_of_another_group_is_not_stood_in_for() -> None:
         _comm_hooks: ClassVar[list[Any]] = [(print, None)]
 
     assert Compression.of(Fake()) is None  # type: ignore[arg-type]
+
+
+# Master weights
+
+
+def mastered(direct: DirectShadow) -> tuple[Script, dict[str, Tensor]]:
+    ddp = DistributedDataParallel(Net().bfloat16())
+    masters = {name: param.detach().float() for name, param in ddp.module.named_parameters()}
+    item = Script(direct, ddp, AdamW(masters.values(), lr=0.01), masters=masters)
+    return item.start(), masters
+
+
+def convert(item: Script, masters: dict[str, Tensor]) -> None:
+    item.optimizer.zero_grad()
+    item.ddp(torch.randn(6, 4).bfloat16()).backward()
+    for name, master in masters.items():
+        master.grad = item.ddp.module.get_parameter(name).grad.float()  # type: ignore[union-attr]
+        item.ddp.module.get_parameter(name).grad = None
+
+
+def copy_back(item: Script, masters: dict[str, Tensor]) -> None:
+    for name, master in masters.items():
+        item.ddp.module.get_parameter(name).detach().copy_(master)
+
+
+def differences(item: Script, masters: dict[str, Tensor]) -> list[str]:
+    item.checkpoint.before_forward()
+    assert item.checkpoint._seeder.wait(30)
+    params, buffers = named_state(item.ddp.module)
+    params += [(MASTER + name, master) for name, master in masters.items()]
+    description, manifest, tensors = pack_state(params, buffers, item.optimizer)
+    assert item.shadow.replica is not None and item.shadow.committed == item.checkpoint._step
+    return item.shadow.replica.differences(Seed(item.checkpoint._step, description, manifest), tensors)
+
+
+def test_master_weights_are_followed_and_exported(direct: DirectShadow) -> None:
+    item, masters = mastered(direct)
+    for _ in range(3):
+        convert(item, masters)
+        nn.utils.clip_grad_norm_(masters.values(), 0.01)
+        item.optimizer.step()
+        copy_back(item, masters)
+        assert differences(item, masters) == []
+    assert direct.seeds == [0] and direct.replica is not None
+    exported = direct.replica.state_dicts()
+    assert exported["model"].keys() == item.ddp.module.state_dict().keys()
+    assert all(torch.equal(exported["masters"][name], master) for name, master in masters.items())
+    item.checkpoint.close()
+
+
+def test_master_weights_that_are_not_copied_back_are_noticed(direct: DirectShadow) -> None:
+    item, masters = mastered(direct)
+    convert(item, masters)
+    item.optimizer.step()
+    assert differences(item, masters) == []
+    assert "is not its master copy" in str(direct.unfollowed)
+    item.checkpoint.close()
+
+
+def test_master_gradients_of_another_value_are_noticed(direct: DirectShadow) -> None:
+    item, masters = mastered(direct)
+    item.optimizer.zero_grad()
+    item.ddp(torch.randn(6, 4).bfloat16()).backward()
+    for name, master in masters.items():
+        master.grad = item.ddp.module.get_parameter(name).grad.float() * 0.5  # type: ignore[union-attr]
+    item.optimizer.step()
+    copy_back(item, masters)
+    assert "is not that of its parameter" in (direct.records[0].unfollowed or "")
+    assert differences(item, masters) == []
+    item.checkpoint.close()
+
+
+def test_copies_that_fit_no_parameter_are_refused(direct: DirectShadow) -> None:
+    ddp, optimizer = build()
+    with pytest.raises(CheckmateError, match="the module has no parameter 'ghost'"):
+        checkmate.attach(ddp, optimizer, masters={"ghost": torch.zeros(1)})
+    with pytest.raises(CheckmateError, match=r"masters\['first.bias'\] is torch.float32 \[1\]: it must be"):
+        checkmate.attach(ddp, optimizer, masters={"first.bias": torch.zeros(1)})

@@ -11,7 +11,7 @@ from support.train.draws import STEPS, Config, Training, draw
 
 import checkmate
 from checkmate.protocol import Seed
-from checkmate.tensors import named_state, pack_state
+from checkmate.tensors import MASTER, named_state, pack_state
 
 pytest_plugins = ["support.train.world"]
 
@@ -22,7 +22,7 @@ BATCH = max(20, DRAWS // 50)
 
 def follow(config: Config, shadow: DirectShadow) -> None:
     training = Training(config)
-    checkpoint = checkmate.attach(training.ddp, training.optimizer)
+    checkpoint = checkmate.attach(training.ddp, training.optimizer, masters=training.masters)
     training.make_scheduler()
     assert checkpoint.resume() is None
     for step in range(1, STEPS + 1):
@@ -30,7 +30,9 @@ def follow(config: Config, shadow: DirectShadow) -> None:
         checkpoint.before_forward()  # the boundary, without a forward's random numbers
         assert shadow.unfollowed == [], f"step {step}"
         assert checkpoint.committed == step
-        description, manifest, tensors = pack_state(*named_state(training.net), training.optimizer)
+        params, buffers = named_state(training.net)
+        params += [(MASTER + name, master) for name, master in training.masters.items()]
+        description, manifest, tensors = pack_state(params, buffers, training.optimizer)
         assert shadow.replica is not None
         assert shadow.replica.differences(Seed(step, description, manifest), tensors) == [], f"step {step}"
     checkpoint.close()

@@ -26,6 +26,7 @@ class Config:
     seed: int
     # the model
     dtype: str
+    masters: bool
     conv: bool
     norm: bool
     tied: bool
@@ -87,11 +88,13 @@ def draw(seed: int) -> Config:
     options |= {"weight_decay": r.choice([0.0, 0.01, 0.1]), "maximize": maybe(0.2)}
     if kind == "SGD" and implementation == "fused" and branch != "always":
         options["momentum"], options["nesterov"] = 0.0, False  # torch mixes up momentum of unused parameters
-    scaler = not small and maybe(0.3) and not (implementation == "fused" and options.get("momentum"))
+    masters = dtype != "float64" and maybe(0.8 if small else 0.1)
+    scaler = (masters or not small) and maybe(0.3) and not (implementation == "fused" and options.get("momentum"))
     passes = 1 if static else r.choice([1, 1, 2, 3])
     return Config(
         seed=seed,
         dtype=dtype,
+        masters=masters,
         conv=not small and maybe(0.3),
         norm=not small and maybe(0.4),
         tied=maybe(0.25),
@@ -172,6 +175,10 @@ class Training:
         )
         if config.hook != "none":
             self.ddp.register_comm_hook(None, getattr(default_hooks, config.hook))
+        self.masters: dict[str, Tensor] = {}
+        if config.masters:
+            precise = torch.float32 if config.dtype != "float32" else torch.float64
+            self.masters = {name: p.detach().to(precise, copy=True) for name, p in self.net.named_parameters()}
         self.optimizer = self._optimizer()
         self.scaler = torch.amp.GradScaler("cpu", enabled=config.scaler, init_scale=2.0**10, growth_interval=3)
         self.scheduler: Any = None
@@ -196,6 +203,8 @@ class Training:
             self.net.branch.requires_grad_(not frozen)
             if frozen:
                 self.net.branch.zero_grad()
+        if self.masters:  # the optimizer's zero_grad is for these alone
+            self.net.zero_grad(set_to_none=config.to_none)
         if config.zero_early:
             self.optimizer.zero_grad(set_to_none=config.to_none)
         inf = config.scaler and r.random() < 0.2
@@ -208,10 +217,15 @@ class Training:
                     self.optimizer.zero_grad(set_to_none=config.to_none)
                 loss = self.scaler.scale(loss) * (float("inf") if inf and is_last else 1.0)
                 loss.backward()
+        for name, master in self.masters.items():
+            grad = self.net.get_parameter(name).grad
+            master.grad = None if grad is None else grad.to(master.dtype)
         if config.unscale and config.scaler:
             self.scaler.unscale_(self.optimizer)
         self._clip()
         self.scaler.step(self.optimizer)
+        for name, master in self.masters.items():
+            self.net.get_parameter(name).detach().copy_(master)
         self.scaler.update()
         self._schedule()
 
@@ -224,13 +238,13 @@ class Training:
 
     def _clip(self) -> None:
         clip, foreach = self.config.clip, self.config.clip_foreach
-        params = list(self.net.parameters())
+        params = list(self.masters.values()) or list(self.net.parameters())
         if clip == "a part":
             nn.utils.clip_grad_norm_(params[::2], 0.01, self.config.norm_type, foreach=foreach)
         if clip in ("value", "both"):
             nn.utils.clip_grad_value_(params, 0.003, foreach=foreach)
         if clip in ("norm", "both"):
-            nn.utils.clip_grad_norm_(self.net.parameters(), 0.02, self.config.norm_type, foreach=foreach)
+            nn.utils.clip_grad_norm_((param for param in params), 0.02, self.config.norm_type, foreach=foreach)
 
     def _schedule(self) -> None:
         if self.scheduler is not None:
@@ -244,7 +258,7 @@ class Training:
     def _optimizer(self) -> Optimizer:
         config = self.config
         cls: Any = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}[config.kind]
-        params = list(self.net.parameters())
+        params = list(self.masters.values()) or list(self.net.parameters())
         groups = [{"params": params[index :: config.groups]} for index in range(config.groups)]
         for index, group in enumerate(groups[1:], 1):
             group |= {"lr": 0.01 / index, "weight_decay": 0.02 * index}
