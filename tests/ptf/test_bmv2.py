@@ -150,7 +150,8 @@ def test_it_dies_with_its_owner(built: Rack, tmp_path: Path) -> None:
         f"with Bmv2({dict(built.interfaces)}, 'unix:{tmp_path}/p4', 1, {built.switch_netns!r}) as switch:\n"
         "    print(switch.pid, flush=True)\n    time.sleep(60)\n"
     )
-    owner = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
