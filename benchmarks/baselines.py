@@ -120,6 +120,7 @@ class DcpAsync(Saver):
         self.finish()
         self._saves += 1
         target = self.folder / f"dcp{self._saves % 2}"  # the other one holds the checkpoint before
+        (target / ".metadata").unlink(missing_ok=True)  # what it points at is overwritten
         self._running = dcp.async_save({**self.state(), "step": step}, checkpoint_id=target, no_dist=True)
 
     def finish(self) -> None:
@@ -128,8 +129,10 @@ class DcpAsync(Saver):
             self._running = None
 
     def load(self) -> Found:
-        states = [read_dcp(path) for path in self.folder.glob("dcp*") if (path / ".metadata").exists()]
-        return max(((state["step"], state) for state in states), key=lambda found: found[0], default=None)
+        complete = [slot for slot in (0, 1) if (self.folder / f"dcp{slot}/.metadata").exists()]
+        states = [(read_dcp(self.folder / f"dcp{slot}"), slot) for slot in complete]
+        state, self._saves = max(states, key=lambda found: found[0]["step"], default=(None, 0))
+        return (state["step"], state) if state else None
 
 
 class CheckFreq(Saver):
@@ -219,18 +222,24 @@ class Gpm(Saver):
     def _mapped(self, nbytes: int) -> mmap.mmap:
         if self._map is None:
             slot = mmap.PAGESIZE * (2 + nbytes * 2 // mmap.PAGESIZE)
-            with self._path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, 2 * slot)
-                self._map = mmap.mmap(file.fileno(), 2 * slot)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT)
+            os.posix_fallocate(descriptor, 0, 2 * slot)
+            self._map = mmap.mmap(descriptor, 2 * slot)
+            os.close(descriptor)
         return self._map
 
     def load(self) -> Found:
+        if not self._path.exists():
+            return None
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-            slots = [(self._HEADER.unpack_from(memory, base), base) for base in (0, len(memory) // 2)]
-            (number, meta_bytes, data_bytes), base = max(slots)
+            half = len(memory) // 2
+            (number, meta_bytes, data_bytes), slot = max(
+                (self._HEADER.unpack_from(memory, slot * half), slot) for slot in (0, 1)
+            )
             if not number:
                 return None
-            start = base + mmap.PAGESIZE
+            self._saves = slot + 1  # the next one goes to the other slot
+            start = slot * half + mmap.PAGESIZE
             data = memory[start : start + data_bytes + meta_bytes]
             return number - 1, _unpack(data[data_bytes:], memoryview(data)[:data_bytes])
 

@@ -3,7 +3,7 @@
 A trace is a file of lines "seconds,machines"; lines that begin with # say where it is from. A drop is a failure of the
 job; a rise is none, nor is the first line. ``traces/spot-64.csv`` was made by this file::
 
-    python benchmarks/trace.py > benchmarks/traces/spot-64.csv
+    python benchmarks/preemptions.py > benchmarks/traces/spot-64.csv
 """
 
 import itertools
@@ -49,9 +49,9 @@ def _rows(path: Path) -> Iterator[tuple[float, int]]:
 def make() -> Iterator[str]:
     """Lines of a trace: preemptions at random moments, machines come back after some minutes."""
     draw = random.Random(SEED)
-    yield f"# Made by benchmarks/trace.py with seed {SEED}, not recorded: {PREEMPTIONS} preemptions at uniformly random"
-    yield f"# moments of {HOURS} hours on {MACHINES} machines, a rate that PCcheck (ASPLOS 2025, section 2) cites for"
-    yield "# spot machines; a machine comes back after 5 minutes on average."
+    yield f"# Made by benchmarks/preemptions.py with seed {SEED}, not recorded: {PREEMPTIONS} preemptions at"
+    yield f"# uniformly random moments of {HOURS} hours on {MACHINES} machines, a rate that PCcheck (ASPLOS 2025,"
+    yield "# section 2) cites for spot machines; a machine comes back after 5 minutes on average."
     drops = [draw.uniform(0, HOURS * 3600) for _ in range(PREEMPTIONS)]
     changes = [(when, -1) for when in drops] + [(when + draw.expovariate(1 / 300), 1) for when in drops]
     machines = MACHINES

@@ -1,0 +1,68 @@
+"""The benchmarks of persistence run, small; all ways of saving bring back what they saved."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SMALL = ["--params=300000", "--batch=1"]
+
+
+def output(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def figures(script: str, *options: str) -> Any:
+    """The object that a benchmark prints as its last line."""
+    return json.loads(output(str(FOLDER / script), *options, "--json").splitlines()[-1])
+
+
+def test_recovery_is_exact_for_every_way(tmp_path: Path) -> None:
+    """The command compares each state with the model's, bit for bit."""
+    plot = tmp_path / "plot.png"
+    measured = figures("persist_recovery.py", *SMALL, "--repetitions=2", f"--storage={tmp_path}", f"--plot={plot}")
+    assert {one["kind"] for one in measured["measured"]} == {
+        *("PCcheck", "CheckFreq", "GPM", "Gemini", "torch async", "DCP async_save", "torch.save")
+    }
+    assert all(min(one["loads"]) > 0 for one in measured["measured"])
+    assert plot.stat().st_size > 0
+
+
+def test_goodput_really_and_by_the_model(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("# three drops, of which the last is outside\n0,4\n10,5\n20,3\n30,4\n40,3\n90,1\n")
+    options = [f"--trace={trace}", "--hours=0.02", "--seconds=8", "--intervals=5", "--kinds=PCcheck,GPM"]
+    measured = figures("persist_goodput.py", *SMALL, *options, f"--storage={tmp_path}")["measured"]
+    for one in measured:
+        assert one["failures"] == 2
+        assert one["goodput"] > 0
+        assert one["goodput"] == pytest.approx(one["modelled"], rel=0.5)
+
+
+@pytest.mark.slow
+def test_slowdown(tmp_path: Path) -> None:
+    options = ["--models=vision", "--intervals=1", "--repetitions=2", "--kinds=PCcheck,Gemini"]
+    measured = figures("persist_slowdown.py", *SMALL, *options, f"--storage={tmp_path}")["measured"]
+    assert set(measured[0]["seconds"]["1"]) == {"none", "PCcheck", "Gemini"}
+
+
+@pytest.mark.slow
+def test_time_and_knobs(tmp_path: Path) -> None:
+    options = ["--repetitions=2", f"--storage={tmp_path}"]
+    measured = figures("persist_time.py", "--sizes=4", "--kinds=GPM", *options)["measured"]
+    assert set(measured[0]["seconds"]) == {"PCcheck", "GPM", "dd"}
+    knobs = figures("persist_sensitivity.py", "--mib=4", "--saves=2", *options)["measured"]
+    assert len(knobs) == 11
+    assert all(min(one["mb_per_s"]) > 0 for one in knobs)
+
+
+def test_the_trace_says_where_it_is_from_and_can_be_made_again() -> None:
+    kept = (FOLDER / "traces/spot-64.csv").read_text()
+    assert kept == output(str(FOLDER / "preemptions.py"))
+    assert kept.startswith("# Made by")
