@@ -6,13 +6,12 @@ tensors in the first steps, some of them in each later one.
 """
 
 import random
-import typing
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from checkmate.train.masters import Masters
 
 FULL_STEPS = 3
@@ -58,6 +57,15 @@ class Spots:
         return tensor.detach().as_strided((width,), (1,), offset + self._draws.randint(0, room - width))
 
 
+class _Look(NamedTuple):
+    """Of parameters and of optimizer state: what differs after any change but one through ``.data``."""
+
+    versions: list[int]
+    places: list[int]
+    state: list[int]
+    state_versions: list[int]
+
+
 class Watch:
     """Parameters of a module and the state of its optimizer, from ``seal`` on."""
 
@@ -68,20 +76,19 @@ class Watch:
         self._masters = masters
         self._optimizer = optimizer
         self._spots = Spots(0)
-        self._seen: list[tuple[int, ...]] = []
+        self._seen = _Look([], [], [], [])
         self._groups: list[list[int]] = []
 
     def seal(self) -> None:
         """All is as the shadow has it."""
-        self._seen, self._groups = list(self._look()), self._members()
+        self._seen, self._groups = self._look(), self._members()
         self._spots.take(self._params)
 
     def changed(self) -> str | None:
         """What was changed since ``seal``, as text; None: nothing."""
-        now = list(self._look())
+        now = self._look()
         if now != self._seen:
-            name = next(name for (name, _), a, b in zip(self._params, now, self._seen, strict=True) if a != b)
-            return f"parameter {name} or its optimizer state was changed by something else than the optimizer's step"
+            return f"{self._first_difference(now)} was changed by something else than the optimizer's step"
         if self._members() != self._groups:
             return "the optimizer's parameter groups hold other parameters than before"
         if (spot := self._spots.changed()) is not None:
@@ -90,12 +97,20 @@ class Watch:
             return f"parameter {stray} is not its master copy, converted"
         return None
 
-    def _look(self) -> Iterator[tuple[int, ...]]:
-        state = self._optimizer.state
-        for _, param in self._params:
-            values = state[param].values() if param in state else ()
-            versions = [(id(value), value._version) for value in values if isinstance(value, Tensor)]
-            yield (param._version, param.data_ptr(), *(number for pair in versions for number in pair))
+    def _look(self) -> "_Look":
+        params = [param for _, param in self._params]
+        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        return _Look(
+            [param._version for param in params],
+            [param.data_ptr() for param in params],
+            list(map(id, values)),
+            [getattr(value, "_version", 0) for value in values],
+        )
+
+    def _first_difference(self, now: "_Look") -> str:
+        before = zip(self._seen.versions, self._seen.places, strict=True)
+        pairs = zip(self._params, zip(now.versions, now.places, strict=True), before, strict=True)
+        return next((f"parameter {name}" for (name, _), new, old in pairs if new != old), "optimizer state")
 
     def _members(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
