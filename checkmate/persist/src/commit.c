@@ -30,7 +30,7 @@ int ckp_flush(struct ckp_engine *engine, const char *what, struct ckp_error *err
         }
     }
     pthread_mutex_unlock(&engine->lock);
-    return -result;
+    return result;
 }
 
 static int write_durably(struct ckp_engine *engine, uint64_t offset, const uint8_t *data, uint64_t bytes,

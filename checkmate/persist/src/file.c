@@ -13,6 +13,9 @@
 #include "engine.h"
 #include "error.h"
 
+#define LOCK_WAIT_MS  2000
+#define LOCK_PAUSE_MS 5
+
 /* Put the path in front of a text. */
 static int name(const char *path, struct ckp_error *error)
 {
@@ -97,6 +100,19 @@ int ckp_create(const char *path, const struct ckp_geometry *geometry, struct ckp
     return create(path, geometry, error) ? name(path, error) : 0;
 }
 
+/* What io_uring still writes for a process that was killed holds its lock, for a moment. */
+static int lock(int fd, int operation)
+{
+    const struct timespec pause = {.tv_nsec = LOCK_PAUSE_MS * 1000000};
+
+    for (int waited = 0; flock(fd, operation | LOCK_NB); waited += LOCK_PAUSE_MS) {
+        if (errno != EWOULDBLOCK || waited >= LOCK_WAIT_MS)
+            return -1;
+        nanosleep(&pause, NULL);
+    }
+    return 0;
+}
+
 /* An open and locked file, or -1. */
 static int open_locked(const char *path, int read_only, struct ckp_error *error)
 {
@@ -113,7 +129,7 @@ static int open_locked(const char *path, int read_only, struct ckp_error *error)
         ckp_fail_errno(error, errno, "opening the checkpoint file for %s", read_only ? "reading" : "writing");
         return -1;
     }
-    if (flock(fd, (read_only ? LOCK_SH : LOCK_EX) | LOCK_NB) == 0)
+    if (lock(fd, read_only ? LOCK_SH : LOCK_EX) == 0)
         return fd;
     if (errno == EWOULDBLOCK)
         ckp_fail(error, CKP_LOCKED, "is in use: another process, or another part of this one, has it open");
