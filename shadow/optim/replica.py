@@ -43,6 +43,7 @@ class Replica:
         self._aliases: dict[str, str] = {}
         self._masters: dict[str, nn.Parameter] = {}
         self._checked: set[str] = set()
+        self._conversions: dict[str, Tensor] = {}
         states = self._sort(seed, tensors)
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
@@ -110,6 +111,14 @@ class Replica:
             if "capturable" in group:
                 group["capturable"] = capturable
         return description, manifest, tensors
+
+    def tensor(self, name: str, kind: str) -> Tensor | None:
+        """The live tensor of a parameter that a manifest lists so, None: there is none."""
+        param = self._params.get(name)
+        if param is None or kind == "param":
+            return param
+        value = self._optimizer.state.get(param, {}).get(kind.removeprefix("state."))
+        return value if isinstance(value, Tensor) else None
 
     def state_dicts(self) -> dict[str, Any]:
         """``{"model", "optimizer", "step"}``, live and for plain PyTorch's ``load_state_dict``.
@@ -228,7 +237,7 @@ class Replica:
             for name, first, _ in bucket["params"]:
                 param = self._params[name]
                 # DDP puts gradients into a bucket in the parameter's own memory order.
-                param.grad = flat.as_strided(param.shape, param.stride(), first).to(param.dtype)
+                param.grad = self._converted(name, flat.as_strided(param.shape, param.stride(), first))
 
     def _set_no_gradients(self, layout: Layout) -> None:
         """For a fused optimizer that skips a step: it looks at which gradients there are, not into them."""
@@ -243,11 +252,20 @@ class Replica:
         self._change([change for change in changes if not change["masters"]], self._params)
         for name, master in self._masters.items():
             grad = self._params[name].grad
-            master.grad = None if grad is None else grad.to(master.dtype)
+            master.grad = None if grad is None else self._converted(MASTER + name, grad)
         self._drop_gradients(record.absent)
         self._change(
             [change for change in changes if change["masters"]], {MASTER + n: m for n, m in self._masters.items()}
         )
+
+    def _converted(self, name: str, grad: Tensor) -> Tensor:
+        """As the parameter's data type; in memory that is kept, for new memory costs more than the conversion."""
+        param = self._params[name]
+        if grad.dtype == param.dtype:
+            return grad
+        if name not in self._conversions:
+            self._conversions[name] = torch.empty_like(param, requires_grad=False)
+        return self._conversions[name].copy_(grad)
 
     def _drop_gradients(self, names: Sequence[str]) -> None:
         for name in names:

@@ -1,0 +1,129 @@
+"""What the shadow's optimizer step costs, against the memory bandwidth that is measured beside it.
+
+A fused AdamW step reads θ, m, v and the gradient and writes θ, m, v: 28 bytes an element, 26 with gradients of 16 bits.
+The floor is the time of as many bytes in ``a.add_(b)``, which reads two streams and writes one of them. They take
+turns, in CPU time of one thread, which a busy machine disturbs less.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from common import (
+    MIB,
+    Spread,
+    add_kinds_option,
+    add_output_options,
+    console,
+    count,
+    print_json,
+    progress,
+    ratios,
+    turns,
+)
+from rich.table import Table
+from torch import nn
+
+from checkmate.protocol import Layout, Seed, StepRecord
+from checkmate.shadow.optim.replica import Replica
+from checkmate.tensors import pack_group, pack_state
+
+BUCKET_BYTES = 25 * MIB
+"""As DDP cuts them."""
+KINDS = ("flat", "parameters", "bf16 gradients")
+TARGETS = {"flat": 1.15, "parameters": 1.3, "bf16 gradients": 1.3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of one kind, ready to be made again and again."""
+
+    replica: Replica
+    record: StepRecord
+    layout: Layout
+    buckets: dict[int, memoryview]
+    bytes_moved: int
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.replica.apply(self.record, self.layout, self.buckets)
+
+
+def sizes(elements: int, kind: str) -> list[int]:
+    """Elements of each parameter: one for all, or those of a transformer's layers of width 768."""
+    if kind == "flat":
+        return [elements]
+    width = 768
+    layer = [3 * width * width, 3 * width, width * width, width, 4 * width * width, 4 * width, 4 * width * width, width]
+    found: list[int] = []
+    while sum(found) < elements:
+        found += layer
+    return found
+
+
+def make(elements: int, kind: str) -> Job:
+    params = {f"p{index}": nn.Parameter(torch.randn(size)) for index, size in enumerate(sizes(elements, kind))}
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-4, fused=True)
+    seed = Seed(0, *pack_state(params.items(), [], optimizer)[:2])
+    replica = Replica(seed, [param.detach() for param in params.values()])
+    dtype = torch.bfloat16 if kind == "bf16 gradients" else torch.float32
+    lines, buckets, members = [], {}, list(params.items())
+    while members:
+        place, first = [], 0
+        while members and (not place or first * dtype.itemsize < BUCKET_BYTES):
+            name, param = members.pop()
+            place.append([name, first, param.numel()])
+            first += param.numel()
+        data = torch.randn(first).to(dtype).view(torch.uint8).numpy().data
+        name_of = str(dtype).removeprefix("torch.")
+        lines.append({"bucket": len(lines), "bytes": data.nbytes, "dtype": name_of, "params": place})
+        buckets[len(buckets)] = data
+    total = sum(param.numel() for param in params.values())
+    record = StepRecord(1, "layout", [pack_group(group) for group in optimizer.param_groups])
+    job = Job(replica, record, Layout("layout", lines), buckets, total * (24 + dtype.itemsize))
+    job.step()
+    return job
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=count, default=20_000_000, help="parameters, about")
+    parser.add_argument("--repetitions", type=count, default=15)
+    add_kinds_option(parser, KINDS)
+    add_output_options(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    to = console(arguments)
+    left, right = torch.randn(arguments.elements), torch.randn(arguments.elements)
+    found: dict[str, Spread] = {}
+    table = Table(
+        "gradients", "step, CPU ms", "floor, CPU ms", "step / floor", "target", title="A shadow's optimizer step"
+    )
+    with progress(to, "steps", len(arguments.kinds) * arguments.repetitions) as done:
+        for kind in arguments.kinds:
+            job = make(arguments.elements, kind)
+            times: dict[str, list[float]] = {"step": [], "floor": []}
+            for repetition in range(arguments.repetitions):
+                for name in turns(("step", "floor"), repetition):
+                    times[name].append(seconds(job.step if name == "step" else lambda: left.add_(right)))
+                done(kind)
+            floors = [taken * job.bytes_moved / (12 * arguments.elements) for taken in times["floor"]]
+            found[kind] = ratios(times["step"], floors)
+            cells = [Spread.of([1000 * taken for taken in list_]).text(1) for list_ in (times["step"], floors)]
+            table.add_row(kind, *cells, found[kind].text(2), f"{TARGETS[kind]:.2f}")
+    to.print(table)
+    if arguments.json:
+        options = {"elements": arguments.elements, "repetitions": arguments.repetitions}
+        print_json(options, ratios={kind: asdict(spread) for kind, spread in found.items()})
+
+
+if __name__ == "__main__":
+    main()
