@@ -79,26 +79,33 @@ static int check_sizes(const struct ckp_engine *engine, uint64_t data_bytes, uin
     return 0;
 }
 
+static int wait_for_slot(struct ckp_engine *engine, int64_t timeout_ms, struct ckp_slot **slot, struct ckp_error *error)
+{
+    struct timespec deadline = ckp_deadline(timeout_ms);
+    int late = 0;
+
+    while (!engine->closing && !(*slot = free_slot(engine)) && !late)
+        late = ckp_wait_change(engine, &deadline);
+    if (engine->closing)
+        return ckp_fail(error, CKP_CLOSED, "the checkpoint file is being closed");
+    if (!*slot)
+        return ckp_fail(error, ETIMEDOUT, "%" PRIu32 " checkpoints are in flight or held, no slot became free",
+                        engine->file.super.slots - 1);
+    return 0;
+}
+
 int ckp_begin(struct ckp_engine *engine, uint64_t step, uint64_t data_bytes, uint64_t meta_bytes, int64_t timeout_ms,
               uint64_t *ticket, struct ckp_error *error)
 {
-    struct timespec deadline = ckp_deadline(timeout_ms);
     struct ckp_ticket *made = NULL;
     struct ckp_slot *slot;
-    int result = ckp_enter_write(engine, error), late = 0;
+    int result = ckp_enter_write(engine, error);
 
     if (result)
         return result;
     result = check_sizes(engine, data_bytes, meta_bytes, error);
-    while (!result && !(slot = free_slot(engine))) {
-        if (engine->closing)
-            result = ckp_fail(error, CKP_CLOSED, "the checkpoint file is being closed");
-        else if (late)
-            result = ckp_fail(error, ETIMEDOUT, "%" PRIu32 " checkpoints are in flight or held, no slot became free",
-                              engine->file.super.slots - 1);
-        else
-            late = ckp_wait_change(engine, &deadline);
-    }
+    if (!result)
+        result = wait_for_slot(engine, timeout_ms, &slot, error);
     if (!result && !(made = ckp_ticket_new(engine, step, data_bytes, meta_bytes)))
         result = ckp_fail(error, ENOMEM, "no memory for a checkpoint of %" PRIu64 " bytes", data_bytes);
     if (!result) {
