@@ -278,15 +278,17 @@ class Checkpoint:
         if layout is not self._layout and layout is not None:
             self._layout = layout
             self._link.send(layout)
+        scaler = self._scaler()
+        is_used = not skipped or scaler is not None  # of others the ranks may see different halves
         record = StepRecord(
             self._step + 1,
             layout.digest if layout is not None else "",
             [pack_group(group) for group in self._optimizer.param_groups],
             skipped,
             unfollowed,
-            self._hook.absent(),
-            self._hook.changes(),
-            self._scaler(),
+            self._hook.absent() if is_used else [],
+            self._hook.changes() if is_used else [],
+            scaler,
         )
         self._link.send(record)
 
