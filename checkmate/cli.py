@@ -20,6 +20,7 @@ from rich.text import Text
 
 from checkmate import config
 from checkmate.config import CheckmateError
+from checkmate.persist_cli import Format
 from checkmate.persist_cli import app as persist_app
 from checkmate.plan_cli import plan
 from checkmate.status import export as export_state
@@ -212,10 +213,33 @@ def status(socket: Annotated[Path, typer.Argument(help="Status socket of a shado
 @app.command()
 def export(
     socket: Annotated[Path, typer.Argument(help="Status socket of a shadow.")],
-    out: Annotated[Path, typer.Argument(help="File to write.")],
+    out: Annotated[Path, typer.Argument(help="File to write; with --format dcp a folder, which must not exist.")],
+    into: Annotated[Format, typer.Option("--format", help="torch: a file for torch.load.")] = Format.torch,
 ) -> None:
-    """Write a shadow's committed state to a file that plain PyTorch loads: {"model", "optimizer", "step"}."""
-    print_json({"step": export_state(socket, out), "path": str(out)})
+    """Write a shadow's committed state, {"model", "optimizer", "step"}, as plain PyTorch has it. Training goes on."""
+    if out.is_dir():
+        raise CheckmateError(f"{out} exists: choose another name, or remove it first")
+    if not out.parent.is_dir():
+        raise CheckmateError(f"{out}: the folder {out.parent} does not exist; make it first")
+    step = export_state(socket, out) if into is Format.torch else _export_through_torch(socket, out, into)
+    print_json({"step": step, "path": str(out)})
+
+
+def _export_through_torch(socket: Path, out: Path, into: Format) -> int:
+    """The shadow writes what it can write fast; to convert it is this process's work."""
+    import torch  # noqa: PLC0415
+
+    from checkmate.persist import interchange  # noqa: PLC0415
+
+    plain = out.with_name(f".{out.name}.torch")
+    try:
+        step = export_state(socket, plain)
+        interchange.write(out, torch.load(plain, map_location="cpu", weights_only=True, mmap=True), into)
+    except OSError as error:
+        raise CheckmateError(f"{out}: {error.strerror or error}") from None
+    finally:
+        plain.unlink(missing_ok=True)
+    return step
 
 
 @app.command()

@@ -82,16 +82,9 @@ def export_command(
     into: Annotated[Format, typer.Option("--format", help="torch: a file for torch.load.")] = Format.safetensors,
 ) -> None:
     """Write a checkpoint's state in a format that others read. What OUT holds must not exist."""
-    import torch  # noqa: PLC0415
-
     from checkmate.persist import interchange  # noqa: PLC0415
     from checkmate.persist.file import reading  # noqa: PLC0415
 
-    writers: dict[Format, Callable[[Path, Any], object]] = {
-        Format.safetensors: interchange.write_safetensors,
-        Format.dcp: interchange.write_dcp,
-        Format.torch: lambda target, state: torch.save(state, target),
-    }
     if out.exists():
         raise CheckmateError(f"{out} exists: choose another name, or remove it first")
     if not out.parent.is_dir():
@@ -99,7 +92,7 @@ def export_command(
     with reading(path) as engine:
         found, state = _load(engine, path, step)
     try:
-        writers[into](out, state)
+        interchange.write(out, state, into)
     except OSError as error:
         raise CheckmateError(f"{out}: {error.strerror or error}") from None
     _print_json({"step": found, "path": str(out)})

@@ -8,6 +8,7 @@ comes back as the same nested state, without its strides and without memory shar
 
 import base64
 import json
+import shutil
 import struct
 from collections.abc import Iterable
 from io import BufferedReader
@@ -44,6 +45,27 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def write(path: Path, state: Any, into: str) -> None:
+    """Write a nested state as "torch", "safetensors" or "dcp"; ``path`` appears whole or not at all.
+
+    A file of that name is replaced, a folder is not. Raises StateError, OSError.
+    """
+    new = path.with_name(f".{path.name}.new")
+    try:
+        {"torch": write_torch, "safetensors": write_safetensors, "dcp": write_dcp}[into](new, state)
+        new.replace(path)
+    except BaseException:
+        if new.is_dir():
+            shutil.rmtree(new)
+        new.unlink(missing_ok=True)
+        raise
+
+
+def write_torch(path: Path, state: Any) -> None:
+    """Write a nested state for ``torch.load``."""
+    torch.save(state, path)
+
+
 def write_safetensors(path: Path, state: Any) -> None:
     """Write a nested state. Raises StateError for a data type that the format has not; the file is then not there."""
     tensors: dict[str, Tensor] = {}
@@ -59,14 +81,8 @@ def write_safetensors(path: Path, state: Any) -> None:
 
     tree = plain.encode(state, tensor=name_of)
     ours = base64.b64encode(msgpack.packb(tree)).decode()
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            _write(file, tensors, {_OURS: ours})
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    with path.open("wb") as file:
+        _write(file, tensors, {_OURS: ours})
 
 
 def read_safetensors(path: Path) -> Any:
