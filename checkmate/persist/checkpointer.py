@@ -224,9 +224,9 @@ class Checkpointer:
         try:
             snapshot = Snapshot(packed, ticket, engine.about().options.chunk_bytes, pinned, self._timeout_s)
             snapshot.start()
-        except BaseException:
+        except PersistError as error:
             ticket.abort()
-            raise
+            return self._failed(error, number)
         executor = self._executor = self._executor or ThreadPoolExecutor(self.in_flight + 1, "checkmate-persist")
         job = _Job(engine, ticket, snapshot, metadata, step, packed.data_bytes, start, self._coordinator, number)
         future = executor.submit(job.run, self._timeout_s)

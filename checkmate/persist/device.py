@@ -67,9 +67,9 @@ class DeviceCopy:
             self._ended = True
             self._progress.notify_all()
 
-    def wait(self, span: Span) -> None:
-        """Make the current streams wait until a span is copied; the caller only until its copy has been started."""
-        first, last = span.offset // self._chunk_bytes, (min(span.end, self.end) - 1) // self._chunk_bytes
+    def wait(self, start: int, end: int) -> None:
+        """Make the current streams wait until a range is copied; the caller only until its copy has been started."""
+        first, last = start // self._chunk_bytes, (end - 1) // self._chunk_bytes
         with self._progress:
             if not self._progress.wait_for(lambda: self._ended or len(self._copied) > last, self._timeout_s):
                 raise TimeoutError(f"the copy from the device did not start within {self._timeout_s:g} s")
@@ -77,9 +77,8 @@ class DeviceCopy:
                 raise CheckmateError("the copy from the device was given up")
             events = [event for chunk in self._copied[first : last + 1] for event in chunk]
         for event in events:
-            torch.cuda.current_stream().wait_event(event)
-            if not span.memory.is_cuda:
-                event.synchronize()
+            for device in self._streams:
+                torch.cuda.current_stream(device).wait_event(event)
 
     def _copy(self, chunk: int, pieces: list[tuple[Span, int, int]]) -> None:
         buffer = torch.frombuffer(self._ticket.lease(chunk, self._timeout_s), dtype=torch.uint8)

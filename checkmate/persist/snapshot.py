@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkmate.persist.device import DeviceCopy, PinnedPool
 from checkmate.persist.engine import PersistError, Ticket
-from checkmate.persist.state import MemoryKey, Packed, Span, StateError, memory_key
+from checkmate.persist.state import MemoryKey, Packed, Span, StateError
 
 Check = Callable[[Span], bool]
 
@@ -29,7 +29,7 @@ class Snapshot:
         self._ticket = ticket
         self._timeout_s = timeout_s
         self._spans = packed.spans
-        self._versions = [(tensor, _version(tensor), packed.spans[memory_key(tensor)]) for tensor in packed.tensors]
+        self._versions = [(tensor, _version(tensor), span) for tensor, span in packed.tensors]
         self._device = DeviceCopy(packed, ticket, chunk_bytes, pinned, timeout_s) if pinned else None
         self._lock = threading.Lock()
         self._released: set[int] = set()
@@ -61,7 +61,10 @@ class Snapshot:
         """Copy what is on devices and wait for all. Raises PersistError, TimeoutError, StateError."""
         if self._device:
             self._device.run()
-        self._ticket.wait_copied(self._timeout_s)
+        try:
+            self._ticket.wait_copied(self._timeout_s)
+        except PersistError as error:
+            raise self._problem or error from None
         with self._lock:
             self._check(lambda span: span.offset not in self._released)
             self._released.update(span.offset for span in self._spans.values())
@@ -76,8 +79,8 @@ class Snapshot:
                 return
             offsets = {span.offset for span in waiting}
             try:
-                for span in waiting:
-                    self._wait_for(span)
+                for start, end in _ranges(waiting):
+                    self._wait_for(start, end)
                 self._check(lambda span: span.offset in offsets)
             except Exception as error:  # training goes on, whatever it is
                 self._problem = self._problem or error
@@ -91,11 +94,12 @@ class Snapshot:
             with contextlib.suppress(PersistError):
                 self._ticket.abort()
 
-    def _wait_for(self, span: Span) -> None:
-        if self._device and span.offset < self._device.end:
-            self._device.wait(span)
-        if not self._device or span.end > self._device.end:
-            self._ticket.wait_copied(self._timeout_s, span.offset, span.nbytes)
+    def _wait_for(self, start: int, end: int) -> None:
+        device_end = self._device.end if self._device else 0
+        if self._device and start < device_end:
+            self._device.wait(start, min(end, device_end))
+        if end > device_end:
+            self._ticket.wait_copied(self._timeout_s, max(start, device_end), end - max(start, device_end))
 
     def _check(self, wanted: Check) -> None:
         for tensor, version, span in self._versions:
@@ -104,6 +108,17 @@ class Snapshot:
                     f"a tensor of shape {list(tensor.shape)} was changed while it was being saved, and not by the step "
                     f"of an attached optimizer; call wait_copied() before changing it"
                 )
+
+
+def _ranges(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """First and last + 1 byte of each run of spans that lie one behind the other."""
+    ranges: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda span: span.offset):
+        if ranges and ranges[-1][1] == span.offset:
+            ranges[-1] = ranges[-1][0], span.end
+        else:
+            ranges.append((span.offset, span.end))
+    return ranges
 
 
 def _version(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ they share memory again when loaded; gaps between strided elements are stored wi
 list of [bytes, device]; and what the caller adds.
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ _ALIGN = 16
 Device = str | torch.device
 MapLocation = Device | Mapping[str, Device] | None
 """Where loaded tensors go: None, where they were; a device, all of them; a map, by the device that they were on."""
-MemoryKey = tuple[str, int]
+MemoryKey = tuple[torch.device, int]
 """Device and address of a piece of memory, whatever part of it a tensor uses."""
+NOWHERE: MemoryKey = (torch.device("meta"), 0)
 
 
 class StateError(CheckmateError):
@@ -48,7 +50,7 @@ class Span:
     offset: int
     gated: bool = False
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return self.memory.numel()
 
@@ -59,11 +61,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Packed:
-    """A state dict ready to be stored. ``tensors``: the live tensors that have elements."""
+    """A state dict ready to be stored. ``tensors``: the live tensors that have elements, and where each is."""
 
     manifest: dict[str, Any]
     spans: dict[MemoryKey, Span]
-    tensors: list[Tensor]
+    tensors: list[tuple[Tensor, Span]]
     data_bytes: int
 
     def metadata(self, **more: Any) -> bytes:
@@ -87,21 +89,20 @@ def pack(state: Any, gated: Collection[MemoryKey] = ()) -> Packed:
         return {"index": order.setdefault(id(tensor), len(order))}
 
     tree = plain.encode(state, tensor=index)
-    live = list(tensors.values())
+    live = [(tensor, memory_key(tensor)) for tensor in tensors.values()]
     pieces = _Pieces()
-    for tensor in live:
-        pieces.add(tensor)
+    for tensor, key in live:
+        pieces.add(tensor, key)
     spans = pieces.spans(gated)
     numbers = {key: number for number, key in enumerate(spans)}
-    entries = [_describe(tensor, spans, numbers) for tensor in live]
     manifest = {
         "version": VERSION,
         "tree": tree,
-        "tensors": entries,
+        "tensors": [_describe(tensor, numbers.get(key, -1), spans.get(key)) for tensor, key in live],
         "spans": [[span.nbytes, str(span.memory.device)] for span in spans.values()],
     }
     data_bytes = sum(span.nbytes for span in spans.values())
-    return Packed(manifest, spans, [tensor for tensor in live if tensor.numel()], data_bytes)
+    return Packed(manifest, spans, [(tensor, spans[key]) for tensor, key in live if key in spans], data_bytes)
 
 
 @dataclass(frozen=True)
@@ -154,20 +155,28 @@ class _Pieces:
 
     used: dict[MemoryKey, tuple[torch.UntypedStorage, int, int]] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor) -> None:
-        if tensor.numel() == 0:
+    def add(self, tensor: Tensor, key: MemoryKey) -> None:
+        if key == NOWHERE:
             return
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        reach = sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        end = start + (reach + 1) * tensor.element_size()
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        if tensor.is_contiguous():
+            end = start + tensor.numel() * size
+        else:
+            end = start + size * (
+                1 + sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            )
         start -= start % _ALIGN
-        storage, first, last = self.used.get(memory_key(tensor), (tensor.untyped_storage(), start, end))
-        self.used[memory_key(tensor)] = storage, min(first, start), max(last, end)
+        if held := self.used.get(key):
+            storage, first, last = held
+            self.used[key] = storage, min(first, start), max(last, end)
+        else:
+            self.used[key] = tensor.untyped_storage(), start, end
 
     def spans(self, gated: Collection[MemoryKey]) -> dict[MemoryKey, Span]:
         """One after the other, CUDA first: what has to be copied from devices is in as few chunks as can be."""
         spans, offset = {}, 0
-        for key in sorted(self.used, key=lambda key: (key[0] == "cpu", key in gated)):
+        for key in sorted(self.used, key=lambda key: (key[0].type == "cpu", key in gated)):
             storage, first, last = self.used[key]
             memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
             memory.set_(storage, first, (last - first,), (1,))
@@ -177,18 +186,22 @@ class _Pieces:
 
 
 def memory_key(tensor: Tensor) -> MemoryKey:
-    """Of the memory that a tensor with elements lies in."""
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+    """Of the memory that a tensor lies in; NOWHERE without elements."""
+    return (tensor.device, tensor.untyped_storage().data_ptr()) if tensor.numel() else NOWHERE
 
 
-def _describe(tensor: Tensor, spans: Mapping[MemoryKey, Span], numbers: Mapping[MemoryKey, int]) -> list[Any]:
-    dtype, shape, stride = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())
-    if tensor.numel() == 0:
+def _describe(tensor: Tensor, number: int, span: Span | None) -> list[Any]:
+    dtype, shape, stride = _name(tensor.dtype), list(tensor.shape), list(tensor.stride())
+    if span is None:
         return [-1, dtype, shape, stride, str(tensor.device), False, False]
-    span = spans[memory_key(tensor)]
     # The span's own storage offset is in bytes: it is a tensor of uint8.
     first = tensor.storage_offset() - span.memory.storage_offset() // tensor.element_size()
-    return [numbers[memory_key(tensor)], dtype, shape, stride, first, tensor.is_conj(), tensor.is_neg()]
+    return [number, dtype, shape, stride, first, tensor.is_conj(), tensor.is_neg()]
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rebuild(entry: Sequence[Any], memories: Sequence[Tensor]) -> Tensor:

@@ -274,3 +274,18 @@ def test_on_a_gpu_the_state_is_that_of_the_call(tmp_path: Path) -> None:
             for tensor, value in zip(was, loaded.state["model"].values(), strict=True):
                 assert value.is_cuda
                 assert torch.equal(tensor, value)
+
+
+def test_killed_between_a_fall_back_and_the_next_commit(tmp_path: Path) -> None:
+    """What was loaded is the newest still, though the damaged one has been removed."""
+    path = tmp_path / "c"
+    saved(path, 1, 2)
+    damage(path, 2, b"\0" * 64)
+    with opened(path) as checkpointer:
+        assert checkpointer.load()
+        checkpointer._engine_for(1, 1)  # as the next save begins
+        assert [c.step for c in checkpointer.list()] == [1]
+    with opened(path) as checkpointer:
+        loaded = checkpointer.load()
+        assert loaded
+        assert loaded.step == 1
