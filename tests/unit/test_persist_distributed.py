@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from checkmate.persist.checkpointer import Checkpointer
@@ -233,3 +234,18 @@ def test_p8_a_peer_that_dies_in_mid_commit(tmp_path: Path) -> None:
     both = Job(tmp_path, world=2)
     assert both.load() == [1, 1]
     both.close()
+
+
+def test_over_the_process_group_of_the_job(tmp_path: Path) -> None:
+    with pytest.raises(AgreementError, match="init_process_group"):
+        Coordinator.of_job()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        options = Options(chunk_bytes=65536)
+        with Checkpointer(
+            tmp_path / "c", in_flight=1, options=options, coordinator=Coordinator.of_job()
+        ) as checkpointer:
+            assert checkpointer.save({"t": torch.ones(9)}, 1).result(PATIENCE_S).newest
+            assert checkpointer.load()
+    finally:
+        dist.destroy_process_group()

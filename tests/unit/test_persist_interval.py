@@ -1,11 +1,15 @@
 """The interval controller on simulated training: the rule is reached, and the budget kept."""
 
 import itertools
+from pathlib import Path
 
 import pytest
+import torch
 
 from checkmate.config import CheckmateError
-from checkmate.persist.interval import IntervalController
+from checkmate.persist.checkpointer import Checkpointer
+from checkmate.persist.engine import Options
+from checkmate.persist.interval import AutoSaver, IntervalController
 
 
 def run(
@@ -67,3 +71,20 @@ def test_nothing_is_saved_before_an_iteration_alone_is_known() -> None:
 def test_values_that_make_no_sense(budget: float, in_flight: int, text: str) -> None:
     with pytest.raises(CheckmateError, match=text):
         IntervalController(budget, in_flight)
+
+
+def test_with_a_checkpointer(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "c", in_flight=2, options=Options(chunk_bytes=65536)) as checkpointer:
+        saver = AutoSaver(checkpointer, budget=1.05)
+        saved = []
+        for step in range(40):
+            if future := saver.after_iteration(0.5, lambda: {"t": torch.ones(1000)}, step):
+                future.result(60)
+                saved.append(step)
+        assert saved[0] == 7, "the first eight iterations are measured without saves"
+        assert len(saved) > 5
+        checkpointer.wait_copied()
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        loaded = checkpointer.load()
+        assert loaded
+        assert loaded.step == saved[-1]
