@@ -129,6 +129,7 @@ class GradientHook:
         """From now on only divide and reduce: a communication hook cannot be taken back."""
         self._closed = True
         self._plugin.unregister_buckets()
+        self.next_step()
 
     def unfollowed(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Why the shadow can't know the gradients that the optimizer is about to use; None: it can."""

@@ -69,6 +69,13 @@ CAMPAIGNS = {
         ("--default-adamw",),
         channels=1,
     ),
+    "scaled and clipped": Campaign(
+        3,
+        7,
+        ("1@3:bucket-inside", "0@5:stepped"),
+        ("--scaled", "--default-adamw"),
+        channels=2,
+    ),
     "during the restore": Campaign(
         4,
         6,

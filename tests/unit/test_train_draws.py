@@ -4,10 +4,13 @@
 """
 
 import os
+from pathlib import Path
 
 import pytest
 from support.train.direct import DirectShadow
 from support.train.draws import STEPS, Config, Training, draw
+from support.train.fake_shadow import FakeShadow
+from support.train.processes import finish, start
 
 import checkmate
 from checkmate.protocol import Seed
@@ -18,6 +21,8 @@ pytest_plugins = ["support.train.world"]
 DRAWS = int(os.environ.get("CHECKMATE_DRAWS", "240"))
 FIRST = int(os.environ.get("CHECKMATE_FIRST_DRAW", "0"))
 BATCH = max(20, DRAWS // 50)
+THREE = [seed for seed in range(40) if draw(seed).unused and not draw(seed).hook.startswith(("fp16", "bf16"))][:6]
+"""Seeds of configurations for three ranks."""
 
 
 def follow(config: Config, shadow: DirectShadow) -> None:
@@ -49,3 +54,12 @@ def test_the_shadow_is_the_trainer(first: int, direct: DirectShadow) -> None:
             follow(config, direct)
         except Exception as error:
             raise AssertionError(f"draw {seed}: {config}") from error
+
+
+def test_three_ranks_with_data_and_branches_of_their_own(tmp_path: Path) -> None:
+    """The reducer's own arithmetic: a gradient that no rank used, or one rank alone, is averaged or left alone."""
+    unreachable = FakeShadow(1)  # for the settings alone
+    unreachable.close()
+    environment = {**unreachable.environment(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    outputs = finish(start(3, "drawn_ranks.py", list(map(str, THREE)), tmp_path, environment), 240)
+    assert outputs[0].count("followed ") == len(THREE)

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--die", nargs="*", default=[], metavar="RANK@STEP:MOMENT")
     parser.add_argument("--default-adamw", action="store_true", help="not the fused one")
+    parser.add_argument("--scaled", action="store_true", help="accumulate, scale the loss, skip a step, clip")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of each step")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", type=Path)
@@ -170,6 +171,29 @@ class Training:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
+    scaler: torch.amp.GradScaler
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """All of a step's gradients; with a scaler in two passes, and infinite ones in every third step."""
+        self.optimizer.zero_grad()
+        if not self.scaler.is_enabled():
+            return self._pass(x, y, 1.0)
+        with self.model.no_sync():
+            self._pass(x, y, 1.0)
+        return self._pass(x, y, float("inf") if self.scheduler.last_epoch % 3 == 1 else 1.0)
+
+    def _pass(self, x: Tensor, y: Tensor, factor: float) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        (self.scaler.scale(loss) * factor).backward()
+        return loss
+
+    def step(self) -> None:
+        """Update the parameters."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def state(self) -> dict[str, Any]:
         """As examples/train.py saves it."""
@@ -202,7 +226,7 @@ def save(state: dict[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def make_training(default_adamw: bool) -> Training:
+def make_training(default_adamw: bool, scaled: bool) -> Training:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), bucket_cap_mb=BUCKET_MB)
     params = list(model.parameters())
@@ -211,7 +235,8 @@ def make_training(default_adamw: bool) -> Training:
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = AdamW(groups, lr=1e-2, fused=None if default_adamw else True)
-    return Training(model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+    return Training(model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)), scaler)
 
 
 def make_loader(world: int) -> tuple[DataLoader[Any], DistributedSampler[Any]]:
@@ -230,7 +255,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     death = Death(args.die, rank, args.report)
-    training = make_training(args.default_adamw)
+    training = make_training(args.default_adamw, args.scaled)
     torch.manual_seed(100 + rank)
     death.arm(training.model, training.optimizer)
     loader, sampler = make_loader(dist.get_world_size())
@@ -245,11 +270,9 @@ def main() -> None:
                 break
             death.step = scheduler.last_epoch + 1
             time.sleep(args.pause)
-            loss = nn.functional.cross_entropy(training.model(x), y)
-            training.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = training.backward(x, y)
             death.at("reduced")
-            training.optimizer.step()
+            training.step()
             death.at("stepped")
             scheduler.step()
             death.at("scheduled")

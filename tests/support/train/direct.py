@@ -20,10 +20,14 @@ from support.trainer import over_the_wire
 
 
 class DirectShadow(FakePlugin):
-    """Plugin, network and shadow of one rank. ``unfollowed``: what the trainer said or the shadow found, in order."""
+    """Plugin, network and shadow of one rank. ``unfollowed``: what the trainer said or the shadow found, in order.
 
-    def __init__(self) -> None:
+    ``reread``: there are several ranks, of which this is one; buckets are then those that are not compressed.
+    """
+
+    def __init__(self, reread: bool = False) -> None:
         super().__init__()
+        self.reread = reread
         self.staging = Staging(3, 1e9, lambda gradient: None)
         self.replica: Replica | None = None
         self.boundaries: dict[int, dict[str, Any]] = {}
@@ -33,6 +37,7 @@ class DirectShadow(FakePlugin):
         self.link: DirectLink | None = None
         self._working: Replica | None = None
         self._announced: list[tuple[int, int, bytearray]] = []
+        self._places: list[tuple[int, bytearray]] = []
         self._layout: Layout | None = None
 
     @property
@@ -49,6 +54,15 @@ class DirectShadow(FakePlugin):
     def register_bucket(self, ptr: int, nbytes: int, bucket: int) -> None:
         super().register_bucket(ptr, nbytes, bucket)
         self._announced.append((self.iteration, bucket, bytearray(ctypes.string_at(ptr, nbytes))))
+        self._places.append((ptr, self._announced[-1][2]))
+
+    def unregister_buckets(self) -> None:
+        """The backward pass is over: where ranks were several, buckets hold the sums now."""
+        super().unregister_buckets()
+        if self.reread:
+            for ptr, data in self._places:
+                data[:] = ctypes.string_at(ptr, len(data))
+        self._places.clear()
 
     def take(self, message: Message) -> None:
         """A message of the records connection."""

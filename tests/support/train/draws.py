@@ -159,10 +159,10 @@ class Net(nn.Module):
 
 
 class Training:
-    """Everything that a script makes from a configuration, and its loop."""
+    """Everything that a script makes from a configuration, and its loop; ranks draw data and branches of their own."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        self.config, self.rank = config, rank
         torch.manual_seed(config.seed)
         self.net = Net(config)
         self.ddp = DistributedDataParallel(
@@ -183,6 +183,7 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", enabled=config.scaler, init_scale=2.0**10, growth_interval=3)
         self.scheduler: Any = None
         self.step = 0
+        torch.manual_seed(config.seed + rank)
 
     def make_scheduler(self) -> None:
         """After attaching, as a script may do it."""
@@ -207,12 +208,13 @@ class Training:
             self.net.zero_grad(set_to_none=config.to_none)
         if config.zero_early:
             self.optimizer.zero_grad(set_to_none=config.to_none)
+        mine = random.Random(f"{config.seed} {self.step} {self.rank}")
         inf = config.scaler and r.random() < 0.2
         for index in range(config.passes):
             is_last = index == config.passes - 1
-            self.net.use_branch = config.branch != "sometimes" or r.random() < 0.5
+            self.net.use_branch = config.branch != "sometimes" or mine.random() < 0.4
             with contextlib.nullcontext() if is_last or config.reduce_all else self.ddp.no_sync():
-                loss = self._loss(r)
+                loss = self._loss(mine)
                 if not config.zero_early and index == 0:
                     self.optimizer.zero_grad(set_to_none=config.to_none)
                 loss = self.scaler.scale(loss) * (float("inf") if inf and is_last else 1.0)
