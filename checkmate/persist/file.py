@@ -65,8 +65,7 @@ class CheckpointFile:
         wanted = self._in_flight or (about.slots - 1 if about else self._tuned().in_flight)
         data_bytes = max(data_bytes, self._capacity, about.data_bytes if about else 0, 1)
         meta_bytes = max(_META_BYTES, 2 * meta_bytes, about.meta_bytes if about else 0)
-        self.engine = self._make(wanted + 1, data_bytes, meta_bytes)
-        return self.engine
+        return self._make(wanted + 1, data_bytes, meta_bytes)
 
     def needs_rest(self, data_bytes: int, meta_bytes: int) -> bool:
         """True when ``fit`` will make the file anew."""
@@ -94,15 +93,18 @@ class CheckpointFile:
             engine = self._open(new)
             if self.engine:
                 self._carry_over(self.engine, engine)
-                self.engine.close(self._timeout_s)
             new.replace(self.path)
-            _sync(self.path.parent)
-            return engine
         except BaseException:
             if engine:
                 engine.close(self._timeout_s)
             new.unlink(missing_ok=True)
             raise
+        _sync(self.path.parent)
+        old, self.engine = self.engine, engine
+        if old:
+            with contextlib.suppress(PersistError):  # errors of its saves are in their futures
+                old.close(self._timeout_s)
+        return engine
 
     def _carry_over(self, old: Engine, new: Engine) -> None:
         checkpoint = old.newest()
