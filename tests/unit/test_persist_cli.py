@@ -130,6 +130,17 @@ def test_bad_input(path: Path, tmp_path: Path, arguments: list[str], text: str) 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "junk"]
 
 
+def test_an_export_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(state: object, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    result = call("export", path, tmp_path / "out", "--format", "torch")
+    assert "No space left on device" in str(result.exception)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
 def test_a_data_type_that_safetensors_has_not(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"state\.x is of torch\.complex128"):
         write_safetensors(tmp_path / "x", {"x": torch.ones(1, dtype=torch.complex128)})
