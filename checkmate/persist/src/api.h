@@ -67,7 +67,7 @@ struct ckp_about {
 
 /* One complete checkpoint on storage. */
 struct ckp_checkpoint {
-    uint64_t counter; /* 1, 2, …: order of begin; never used twice in a file */
+    uint64_t counter; /* 1, 2, …: order of begin; no two in a file have the same */
     uint64_t step;
     uint64_t data_bytes;
     uint64_t meta_bytes;

@@ -51,11 +51,12 @@ static int start_threads(struct ckp_engine *engine, struct ckp_error *error)
 {
     uint32_t writers = engine->storage->ops->asynchronous ? 1 : engine->options.writers;
     sigset_t all, before;
-    int result;
+    int result = 0;
 
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    result = start_thread(engine, ckp_stager, "persist-stage", error);
+    for (uint32_t i = 0; i < CKP_STAGERS && !result; i++)
+        result = start_thread(engine, ckp_stager, "persist-stage", error);
     for (uint32_t i = 0; i < writers && !result; i++)
         result = start_thread(engine, ckp_writer, "persist-write", error);
     if (!result)

@@ -15,6 +15,7 @@
 #include "storage.h"
 
 #define CKP_MAX_WRITERS 64u
+#define CKP_STAGERS     2u /* one alone can not keep a fast drive busy */
 
 /* Bytes of a chunk that were given by one call. */
 struct ckp_piece {
@@ -36,6 +37,7 @@ struct ckp_chunk {
     uint64_t given;
     uint64_t index;
     enum ckp_chunk_state state; /* STAGED also after it was written */
+    int filled_by_caller;       /* it was lent: no checksum was taken on the way */
 };
 
 struct ckp_queue {
@@ -84,7 +86,7 @@ struct ckp_engine {
     struct ckp_queue ready, staged;
     struct ckp_ticket *tickets;
     uint32_t in_flight;
-    pthread_t threads[CKP_MAX_WRITERS + 2];
+    pthread_t threads[CKP_STAGERS + CKP_MAX_WRITERS + 1];
     uint32_t thread_count;
     int closing, closed, stop;
     uint64_t commits, failures, bytes_written;

@@ -6,13 +6,40 @@
 #include "engine.h"
 #include "error.h"
 
-static void copy(const struct ckp_chunk *chunk)
-{
-    uint64_t bytes = ckp_chunk_bytes(chunk);
+#define AT_ONCE 65536u /* copied and summed while it is in the processor's cache */
 
+static struct ckp_piece *lowest_first(struct ckp_piece *pieces)
+{
+    struct ckp_piece *reversed = NULL;
+
+    for (struct ckp_piece *below; pieces; pieces = below) {
+        below = pieces->below;
+        pieces->below = reversed;
+        reversed = pieces;
+    }
+    return reversed;
+}
+
+static uint32_t copy_piece(uint8_t *to, const uint8_t *from, uint64_t bytes, uint32_t crc)
+{
+    for (uint64_t part; bytes; to += part, from += part, bytes -= part) {
+        part = bytes < AT_ONCE ? bytes : AT_ONCE;
+        memcpy(to, from, part);
+        crc = ckm_crc32c(crc, to, part);
+    }
+    return crc;
+}
+
+static void copy(struct ckp_chunk *chunk)
+{
+    uint64_t bytes = ckp_chunk_bytes(chunk), padding = ckp_round_up(bytes) - bytes;
+    uint32_t crc = 0;
+
+    chunk->pieces = lowest_first(chunk->pieces);
     for (const struct ckp_piece *piece = chunk->pieces; piece; piece = piece->below)
-        memcpy(chunk->buffer + piece->offset, piece->data, piece->bytes);
-    memset(chunk->buffer + bytes, 0, ckp_round_up(bytes) - bytes);
+        crc = copy_piece(chunk->buffer + piece->offset, piece->data, piece->bytes, crc);
+    memset(chunk->buffer + bytes, 0, padding);
+    chunk->ticket->table[chunk->index] = ckm_crc32c(crc, chunk->buffer + bytes, padding);
 }
 
 static void stage(struct ckp_engine *engine, struct ckp_chunk *chunk)
@@ -86,7 +113,8 @@ static void write_chunk(struct ckp_engine *engine, struct ckp_chunk *chunk)
     chunk->io.done = written;
     ticket->busy++;
     pthread_mutex_unlock(&engine->lock);
-    ticket->table[chunk->index] = ckm_crc32c(0, chunk->buffer, bytes);
+    if (chunk->filled_by_caller)
+        ticket->table[chunk->index] = ckm_crc32c(0, chunk->buffer, bytes);
     engine->storage->ops->write(engine->storage, &chunk->io);
     pthread_mutex_lock(&engine->lock);
 }

@@ -15,6 +15,8 @@ int ckp_pool_open(struct ckp_pool *pool, uint32_t chunks, uint64_t chunk_bytes)
         *pool = (struct ckp_pool){0};
         return -ENOMEM;
     }
+    madvise(pool->memory, pool->bytes,
+            MADV_HUGEPAGE); /* fewer pages to pin for each write; where there are none, fine */
     for (uint32_t i = chunks; i-- > 0;)
         ckp_pool_put(pool, pool->memory + i * chunk_bytes);
     return 0;

@@ -201,6 +201,7 @@ int ckp_lease(struct ckp_engine *engine, uint64_t ticket, uint64_t chunk, int64_
     if (!result) {
         found->buffer = *buffer = ckp_pool_take(&engine->pool);
         found->state = CHUNK_LENT;
+        found->filled_by_caller = 1;
         *bytes = ckp_chunk_bytes(found);
     }
     pthread_mutex_unlock(&engine->lock);
