@@ -7,7 +7,8 @@ State (seed, restore) follows its manifest as raw tensor bytes in manifest order
 
 A connection starts with the HMAC handshake (``Challenge`` from the shadow, ``Hello`` from the trainer), then carries
 
-* ``Hello.purpose == "records"``: Layout, StepRecord, Boundary from the rank; Ack and SeedRequest from the shadow.
+* ``Hello.purpose == "records"``: Layout, StepRecord, Digests, Boundary from the rank; Ack and SeedRequest from the
+  shadow.
 * ``"begin"``: Begin from rank 0 and Begun from the shadow: opens a new incarnation.
 * ``"seed"``: Seed and its tensors from rank 0; Ack from the shadow.
 * ``"restore"``: Restore from the rank; State and its tensors from the shadow.
@@ -168,6 +169,20 @@ class Boundary(Message):
 
 
 @dataclass(frozen=True)
+class Digests(Message):
+    """What some blocks of rank 0's state are right after step ``step``, before anything else can change it.
+
+    Sent between StepRecord and Boundary of the step, or not at all. ``blocks``: list of [name, kind, first byte, bytes,
+    CRC32C]; name and kind are those of a manifest ("param", "state.KEY"), the block is as ``checkmate.blocks`` cuts it.
+    A shadow that made the step itself must hold the same bytes.
+    """
+
+    TYPE: ClassVar[str] = "digests"
+    step: int
+    blocks: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class SeedRequest(Message):
     """The shadow asks rank 0 for a Seed at the next step boundary, and says why."""
 
@@ -221,7 +236,8 @@ class State(Message):
 _TYPES: dict[str, type[Message]] = {
     cls.TYPE: cls
     for cls in (
-        Challenge, Hello, Refused, Begin, Begun, Layout, StepRecord, Boundary, SeedRequest, Ack, Seed, Restore, State,
+        Challenge, Hello, Refused, Begin, Begun, Layout, StepRecord, Digests, Boundary, SeedRequest, Ack, Seed, Restore,
+        State,
     )
 }  # fmt: skip
 

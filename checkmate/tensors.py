@@ -186,6 +186,12 @@ def is_same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(_flat_bytes(_plain(left).contiguous()), _flat_bytes(_plain(right).contiguous()))
 
 
+def memory(tensor: Tensor) -> memoryview | None:
+    """The bytes of a dense CPU tensor in memory order, in place; None for any other."""
+    dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and _is_dense(tensor)
+    return _flat_bytes(tensor.detach()).numpy().data if dense else None
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

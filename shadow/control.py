@@ -29,6 +29,7 @@ from checkmate.protocol import (
     Begun,
     Boundary,
     Challenge,
+    Digests,
     Hello,
     Layout,
     Message,
@@ -338,7 +339,7 @@ class ControlServer:
             message = receive(connection.sock)
             if message is None:
                 return
-            if not isinstance(message, Layout | StepRecord | Boundary):
+            if not isinstance(message, Layout | StepRecord | Digests | Boundary):
                 raise ProtocolError(f"unexpected {message.TYPE} on a records connection")
             messages.check(message)
             self._service.deliver(hello.incarnation, hello.rank, message)

@@ -24,6 +24,7 @@ from checkmate.shadow.control import ControlServer, Limits
 from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
 from checkmate.shadow.optim.replica import warm_up
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
+from checkmate.shadow.verify import Verification
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group
 
@@ -145,6 +146,7 @@ class Shadow:
             "connections": dict(self._control.counters),
             "receiver": self._rx.counters(),
             "registered": self._registration is not None and self._registration.mirrored,
+            "verification": _verification(snapshot.verification, now),
             "memory": {"process": _resident_bytes(), "state": snapshot.state_bytes},
             "rates": _rates(snapshot.commits, now),
         }
@@ -235,6 +237,23 @@ def _atomic_file(path: Path) -> Iterator[Any]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _verification(verification: Verification, now: float) -> dict[str, Any]:
+    """``oldest``: blocks that weren't proved equal for the longest time; ``step`` and ``age_s`` None: never."""
+    oldest = []
+    for proof in verification.oldest:
+        name, kind, first = proof.block
+        step, age_s = (proof.when[0], round(now - proof.when[1], 3)) if proof.when else (None, None)
+        oldest.append({"name": name, "kind": kind, "first_byte": first, "step": step, "age_s": age_s})
+    return {
+        "blocks": verification.blocks,
+        "proved": verification.proved,
+        "compared": verification.compared,
+        "mismatches": verification.mismatches,
+        "last_mismatch": verification.last_mismatch,
+        "oldest": oldest,
+    }
 
 
 def _resident_bytes() -> int:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from checkmate.config import CheckmateError
-from checkmate.protocol import Boundary, Hello, Layout, Message, Seed, State, StepRecord
+from checkmate.protocol import Boundary, Digests, Hello, Layout, Message, Seed, State, StepRecord
 from checkmate.shadow.gate import Gate
 from checkmate.shadow.optim.replica import Refusal, Replica
 from checkmate.shadow.rx.receiver import Event, OpComplete
 from checkmate.shadow.staging import Gap, Gradient, Ready, Staging
+from checkmate.shadow.verify import Mismatch, Verification, Verifier
 from checkmate.wire import DATATYPES
 
 log = logging.getLogger("checkmate.shadow")
@@ -119,6 +120,7 @@ class Snapshot:
     commit_count: int = 0
     seeds: dict[str, int] = field(default_factory=dict)
     state_bytes: int = 0
+    verification: Verification = field(default_factory=Verification)
     commits: tuple[tuple[float, int], ...] = ()
 
 
@@ -156,6 +158,7 @@ class Engine:
             lambda gradient: receiver.release(gradient.handle),
             lambda iteration: receiver.incomplete(self._incarnation, iteration),
         )
+        self._verifier = Verifier()
         self._gate = Gate(self._tuning.grace_s)
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(_INBOX)
         self._stopping = threading.Event()
@@ -335,6 +338,8 @@ class Engine:
                 self._staging.add_layout(message)
             case StepRecord():
                 self._staging.add_record(rank, message)
+            case Digests() if rank == 0:
+                self._verifier.expect(message)
             case Boundary():
                 self._staging.add_boundary(rank, message.step, message.state, message.unfollowed)
 
@@ -420,18 +425,23 @@ class Engine:
         try:
             replica.check(ready.record, ready.layout)
             buckets = {bucket: self._receiver.buffer(gradient.handle) for bucket, gradient in ready.gradients.items()}
-            with self._gate.writing():
+            with self._gate.writing(), self._withdrawing():
                 replica.apply(ready.record, ready.layout, buckets)
+                self._verifier.compare(replica, ready.layout)
                 self._committed = Committed(replica, ready.boundaries)
         except Refusal as error:
             log.error("step %d can't be followed: %s", step, error)
             self._staging.refuse(step, str(error))
+        except Mismatch as error:
+            log.error("%s: taking the trainer's state", error)
+            self._lose(str(error))
         except Exception as error:
             log.exception("step %d could not be applied", step)
             self._lose(f"step {step} could not be applied: {error!r}")
         else:
             self._staging.applied(step)
-            self._ask_pause = 0.0
+            if self._verifier.is_content:
+                self._ask_pause = 0.0
             self._commit(self._committed, sum(gradient.nbytes for gradient in ready.gradients.values()))
 
     def _commit_seed(self) -> None:
@@ -450,11 +460,25 @@ class Engine:
         self._commits.append((time.monotonic(), nbytes))
         self._listener.committed(committed.replica.step)
 
+    @contextlib.contextmanager
+    def _withdrawing(self) -> Iterator[None]:
+        """Inside the gate: a state that turns out wrong is gone before anybody can read it."""
+        try:
+            yield
+        except Refusal:  # nothing was changed
+            raise
+        except BaseException:
+            self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        if self._committed is not None and self._committed.replica is self._working:
+            self._committed = None
+
     def _lose(self, reason: str) -> None:
-        """The working state may be half stepped: it must never be served."""
+        """The working state may be half stepped, or is wrong: it must never be served."""
         with self._gate.writing():
-            if self._committed is not None and self._committed.replica is self._working:
-                self._committed = None
+            self._withdraw()
         self._working = None
         self._staging.lose(reason)
 
@@ -478,6 +502,7 @@ class Engine:
         self._receiver.set_incarnation(incarnation)
         self._working = start.replica if start else None
         self._staging.begin(world, start.replica.step if start else None, start.boundaries if start else {})
+        self._verifier.begin()
         self._refused = None
         self._ask_pause = self._asked = self._ask_from = 0.0
         self._discarded = 0
@@ -533,5 +558,6 @@ class Engine:
             commit_count=self._commit_count,
             seeds=dict(self._seeds),
             state_bytes=self._state_bytes,
+            verification=self._verifier.summary,
             commits=tuple(self._commits),
         )

@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from checkmate import plain
-from checkmate.protocol import Boundary, Layout, Message, ProtocolError, Seed, StepRecord
+from checkmate.protocol import Boundary, Digests, Layout, Message, ProtocolError, Seed, StepRecord
 from checkmate.tensors import manifest_bytes
 
 
 def check(message: Message) -> None:
-    """Raise ProtocolError naming the field of a Layout, StepRecord, Boundary or Seed that has another type."""
+    """Raise ProtocolError naming the field of a Layout, StepRecord, Digests, Boundary or Seed that has another type."""
     match message:
         case Layout():
             _expect(message, "digest", isinstance(message.digest, str))
@@ -24,6 +24,9 @@ def check(message: Message) -> None:
             _expect(message, "absent", _all(message.absent, _is_text))
             _expect(message, "changes", _all(message.changes, _is_change))
             _expect(message, "scaler", message.scaler is None or _is_scaler(message.scaler))
+        case Digests():
+            _expect(message, "step", _is_count(message.step, 1))
+            _expect(message, "blocks", _all(message.blocks, _is_block))
         case Boundary():
             _expect(message, "step", _is_count(message.step))
             _expect(message, "state", _is_map(message.state))
@@ -64,6 +67,10 @@ def _is_bucket(value: Any) -> bool:
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, list) and [type(item) for item in value] == [str, int, int] and min(value[1:]) >= 0
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list) and [type(item) for item in value] == [str, str, int, int, int]
 
 
 def _is_optimizer(value: Any) -> bool:

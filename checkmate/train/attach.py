@@ -13,6 +13,7 @@ from checkmate.train.boundary import RankState, Stateful
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.client import Client
 from checkmate.train.data import TRACKER
+from checkmate.train.digests import DigestSender
 from checkmate.train.hook import TagPlugin
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
@@ -67,7 +68,9 @@ def attach_unless(
     if parts is not None and not refusing:
         settings, plugin, state, copies = parts
         ATTACHED.add(ddp)
-        return Checkpoint(ddp, optimizer, state, Client(settings, peers.rank, peers.world), plugin, peers, copies)
+        client = Client(settings, peers.rank, peers.world)
+        digests = DigestSender(settings.verify, ddp.module, optimizer, copies)
+        return Checkpoint(ddp, optimizer, state, client, plugin, peers, copies, digests)
     TRACKER.remove()
     raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
 

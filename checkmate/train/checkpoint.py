@@ -22,6 +22,7 @@ from checkmate.train.buckets import broadcast_order, drop_hook
 from checkmate.train.client import Client, ShadowError
 from checkmate.train.compression import Compression
 from checkmate.train.data import TRACKER
+from checkmate.train.digests import DigestSender
 from checkmate.train.gradients import around_scaled_step
 from checkmate.train.hook import GradientHook, TagPlugin
 from checkmate.train.link import RecordsLink
@@ -57,9 +58,10 @@ class Checkpoint:
         plugin: TagPlugin,
         peers: Peers,
         masters: Masters,
+        digests: DigestSender,
     ) -> None:
         self._ddp, self._optimizer, self._state, self._client = ddp, optimizer, state, client
-        self._plugin, self._peers, self._masters = plugin, peers, masters
+        self._plugin, self._peers, self._masters, self._digests = plugin, peers, masters, digests
         self._step = 0
         self._superseded = 0
         self._newest_state: dict[str, Any] = {}
@@ -311,6 +313,8 @@ class Checkpoint:
         self._watch.seal()
         if self._link.connected:
             self._state.after_step()
+            if self._peers.rank == 0 and self._followed:
+                self._digests.send(self._step, self._link.send)
 
     def _scaled_step(self, step: Callable[[], Any]) -> Any:
         """Around a GradScaler's decision whether the optimizer steps."""

@@ -11,6 +11,7 @@ import pytest
 
 VOCABULARY = {
     "_lib",
+    "blocks",
     "checked",
     "compare",
     "config",
@@ -62,7 +63,7 @@ WITHIN_SHADOW: dict[str, set[str]] = {"rx": {"reassembly"}, "reassembly": set(),
 TORCHLESS = [
     "checkmate",
     "checkmate.cli",
-    *(f"checkmate.{name}" for name in sorted(VOCABULARY - {"compare", "plain", "tensors"})),
+    *(f"checkmate.{name}" for name in sorted(VOCABULARY - {"blocks", "compare", "plain", "tensors"})),
 ]
 
 Import = tuple[str, int, str]
