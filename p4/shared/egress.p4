@@ -1,6 +1,6 @@
 /* What a replica becomes, included in control CheckmateEgress of each target.
  *
- * The target says how with macros: INGRESS_PORT, EGRESS_PORT, EGRESS_RID, COPIED, PORT_COUNTER, COUNT,
+ * The target says how with macros: INGRESS_PORT, EGRESS_PORT, EGRESS_RID, GROUP, PORT_COUNTER, COUNT,
  * UPDATE_CHECKSUMS, DROP.
  * A copy without a rewrite entry would reach the shadow with the wrong sequence numbers: it is dropped.
  */
@@ -31,7 +31,7 @@
     apply {
         if (EGRESS_PORT == INGRESS_PORT) {
             DROP; /* a group may hold the port that a frame came from */
-        } else if (COPIED == 1 && EGRESS_RID != ORIGINAL_RID) {
+        } else if (GROUP != NO_GROUP && EGRESS_RID != ORIGINAL_RID) {
             if (rewrite.apply().hit) {
                 COUNT(copies_out, EGRESS_PORT);
             } else {

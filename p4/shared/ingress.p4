@@ -33,6 +33,7 @@
 
     action shadow_port(bit<32> registrar_ip, bit<16> registrar_port) {
         meta.from_shadow = 1;
+        meta.refused = 1; /* unless it is registration */
         meta.ip_difference = hdr.ipv4.dst_addr ^ registrar_ip;
         meta.port_difference = hdr.tcp.dst_port ^ registrar_port;
     }
@@ -98,11 +99,14 @@
         port_role.apply();
         classify.apply();
         l2_forward.apply();
-        bit<1> refused = 0;
+        if (meta.ip_difference == 0) { /* one condition for both is more than Tofino compares at once */
+            if (meta.kind == TCP && meta.port_difference == 0) {
+                meta.refused = 0;
+            }
+        }
         if (meta.from_shadow == 1) {
-            if (meta.kind != TCP || meta.ip_difference != 0 || meta.port_difference != 0) {
+            if (meta.refused == 1) {
                 COUNT(shadow_dropped, INGRESS_PORT);
-                refused = 1;
             }
         } else if (meta.kind == MALFORMED) {
             COUNT(malformed, INGRESS_PORT);
@@ -111,10 +115,8 @@
             if (hdr.option.isValid() && hdr.option.kind == OPTION_KIND && hdr.option.length == OPTION_LENGTH &&
                 hdr.option.exid == OPTION_EXID) {
                 if (heartbeat.apply().hit) {
-                    if (meta.group == 0) { /* there is no group 0 */
+                    if (meta.group == NO_GROUP) {
                         COUNT(group_missing, INGRESS_PORT);
-                    } else {
-                        meta.copied = 1;
                     }
                 }
             } else {
@@ -124,13 +126,13 @@
             COUNT(untagged, INGRESS_PORT);
         }
 
-        if (refused == 1) {
+        if (meta.refused == 1) {
             DROP;
-        } else if (meta.copied == 1) {
+        } else if (meta.group != NO_GROUP) {
             SEND_COPIES(meta.group);
         } else if (meta.known == 1 && meta.port != INGRESS_PORT) {
             SEND_TO_PORT(meta.port);
-        } else if (meta.known == 0 && meta.flood_group != 0) {
+        } else if (meta.known == 0 && meta.flood_group != NO_GROUP) {
             SEND_TO_GROUP(meta.flood_group);
         } else {
             COUNT(dropped, INGRESS_PORT);

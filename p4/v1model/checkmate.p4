@@ -26,7 +26,7 @@ const bit<4> TCP_MIN_WORDS = 5;
 
 #define EGRESS_PORT          standard_metadata.egress_port
 #define EGRESS_RID           standard_metadata.egress_rid
-#define COPIED               meta.copied
+#define GROUP                meta.group
 
 /* Nothing is computed while parsing. */
 #define EXTRACTED_IPV4
