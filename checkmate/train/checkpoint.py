@@ -25,6 +25,7 @@ from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
 from checkmate.train.gradients import around_scaled_step
 from checkmate.train.hook import GradientHook, TagPlugin
+from checkmate.train.interchange import Start, state_dict
 from checkmate.train.link import RecordsLink
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
@@ -68,6 +69,7 @@ class Checkpoint:
         self._stepping = False
         self._followed = True
         self._started = False
+        self._training = False
         self._closed = False
         self._layout: Layout | None = None
         self._ready_order: list[int] | None = None
@@ -113,11 +115,40 @@ class Checkpoint:
             raise CheckmateError("resume() must be called once, before the first forward")
         self._started = True
         if self._held is None:
-            self._guard(self._seed_start)
             return None
         self._restore(self._held)
         self._guard(self._watch.seal)
         return self._step - self._superseded
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"model", "optimizer", "step"}`` as plain PyTorch has them, live: what ``checkmate export`` writes.
+
+        With ``"masters"``, by parameter, where ``attach`` was given some.
+        """
+        return state_dict(self._ddp.module, self._optimizer, self._masters, self._step - self._superseded)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin from what ``state_dict`` gave, ``checkmate export`` wrote or plain PyTorch saved so, not anew.
+
+        All ranks call it, before the first forward, unless ``resume`` restored a step: what the shadow holds is newer.
+        ``"step"`` may be missing: then it is 0. Other keys are left alone. Raises CheckmateError on all ranks, with
+        nothing changed, when the state does not fit on one.
+        """
+        if self._training or (self._started and self._held is not None):
+            raise CheckmateError(
+                f"load_state_dict() after step {self._step}: call it before the first forward, and only where resume() "
+                "gave None; to begin from another state than the shadow's, restart the shadow"
+            )
+        start, problem = None, None
+        try:
+            start = Start(state, self._ddp.module, self._optimizer, self._masters)
+        except CheckmateError as error:
+            problem = error
+        steps = self._peers.gather(-1 if start is None else start.step)
+        if start is None or len(set(steps)) > 1:
+            raise problem or CheckmateError(f"the ranks load states of the steps {steps} (-1: that does not fit)")
+        start.apply()
+        self._step = start.step
 
     def close(self, finished: bool = True) -> None:
         """Hand over the last step, wait shortly for its commit, end all connections and threads. May be repeated.
@@ -240,8 +271,11 @@ class Checkpoint:
             )
         if not self._started:
             log.warning("resume() was not called: training starts anew, whatever the shadow holds")
-            self._started = True
-            self._guard(self._seed_start)
+            self._started, self._held = True, None
+        if not self._training:
+            self._training = True
+            if self._held is None:
+                self._guard(self._seed_start)
         self._state.first_forward()
         self._guard(lambda: self._send_boundary(at_forward=True))
         self._step_hook.remove()  # register again: after hooks of the user's that may change gradients
@@ -396,7 +430,7 @@ class Checkpoint:
         def is_settled() -> bool:
             return not self._link.connected or self._link.committed == self._step
 
-        if self._followed and not self._link.wait(is_settled, CLOSE_S):
+        if self._training and self._followed and not self._link.wait(is_settled, CLOSE_S):
             log.warning(
                 "rank %d: the shadow committed step %s, the last step is %d",
                 self._peers.rank,

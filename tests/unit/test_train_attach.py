@@ -31,8 +31,9 @@ def test_messages_of_each_step_come_in_order(shadow: FakeShadow, plugin: FakePlu
     ddp, optimizer = build()
     checkpoint = checkmate.attach(ddp, optimizer)
     assert checkpoint.resume() is None
-    assert [seed.step for seed, _ in shadow.seeds] == [0]
+    assert shadow.seeds == []  # the script may still load a state
     train(ddp, optimizer, 3)
+    assert [seed.step for seed, _ in shadow.seeds] == [0]
     assert order(shadow, 0) != [] and "B3" not in order(shadow, 0)
     checkpoint.close()
     # buckets are rebuilt after the first iteration: a second layout

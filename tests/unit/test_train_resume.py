@@ -145,6 +145,7 @@ def test_state_that_does_not_fit_is_refused(
     ddp, optimizer = build()
     checkpoint = checkmate.attach(ddp, optimizer)
     checkpoint.resume()
+    train(ddp, optimizer)
     checkpoint.close()
     held = FakeShadow(1)
     held.hold(shadow, 0)
