@@ -24,6 +24,7 @@ import preemptions as traces
 import torch
 from baselines import SAVERS, Gemini, NoSaver, PCcheck, Saver
 from common import add_kinds_option, add_output_options, console, draw, numbers, print_json, progress
+from disk import add_limit_option, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +53,7 @@ class Options:
     hours: float
     trace: Path
     storage: str
+    write_mbps: float
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0, help="of the trace")
     parser.add_argument("--trace", type=Path, default=traces.SPOT, help="lines of seconds,machines")
     parser.add_argument("--storage", default=".", help="folder on the file system to write to")
+    add_limit_option(parser)
     add_kinds_option(parser, tuple(name for name in SAVERS if name != Gemini.name))
     add_output_options(parser)
     arguments = parser.parse_args()
@@ -196,7 +199,8 @@ def main() -> None:
     torch.set_num_threads(1)
     Training(options.model, 1, 1).step()  # what torch loads at the first step is there when processes are forked
     measured = []
-    with progress(to, "training", len(options.kinds) * len(options.intervals)) as step:
+    total = len(options.kinds) * len(options.intervals)
+    with write_limit(options.storage, options.write_mbps), progress(to, "training", total) as step:
         for interval in options.intervals:
             for kind in options.kinds:
                 measured.append(run(options, kind, interval))

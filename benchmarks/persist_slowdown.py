@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from baselines import SAVERS, PCcheck, Saver
 from common import Spread, add_kinds_option, add_output_options, console, draw, numbers, print_json, progress, turns
+from disk import add_limit_option, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +45,7 @@ class Options:
     in_flight: int
     repetitions: int
     storage: str
+    write_mbps: float
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=2, help="N of PCcheck")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--storage", default=".", help="folder on the file system to write to")
+    add_limit_option(parser)
     add_kinds_option(parser, tuple(SAVERS))
     add_output_options(parser)
     arguments = parser.parse_args()
@@ -179,7 +182,8 @@ def main() -> None:
     torch.set_num_threads(1)
     to = console(arguments)
     measured = []
-    with progress(to, "training", len(options.models) * options.repetitions * len(options.intervals)) as step:
+    total = len(options.models) * options.repetitions * len(options.intervals)
+    with write_limit(options.storage, options.write_mbps), progress(to, "training", total) as step:
         for model in options.models:
             measured.append(run(options, model, step))
             show(measured[-1], options, to)

@@ -1,12 +1,16 @@
 """The benchmarks of persistence run, small; all ways of saving bring back what they saved."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from checkmate.config import CheckmateError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--params=300000", "--batch=1"]
@@ -66,3 +70,27 @@ def test_the_trace_says_where_it_is_from_and_can_be_made_again() -> None:
     kept = (FOLDER / "traces/spot-64.csv").read_text()
     assert kept == output(str(FOLDER / "preemptions.py"))
     assert kept.startswith("# Made by")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: limits the disk by a control group")
+def test_a_limited_disk_is_slower_and_the_limit_goes_again(tmp_path: Path) -> None:
+    sys.path.append(str(FOLDER))
+    from disk import write_limit  # noqa: PLC0415 - a folder of scripts
+
+    def seconds() -> float:
+        start = time.monotonic()
+        with (tmp_path / "data").open("wb") as file:
+            file.write(bytes(8_000_000))
+            file.flush()
+            os.fsync(file.fileno())
+        return time.monotonic() - start
+
+    before = Path("/proc/self/cgroup").read_text()
+    try:
+        with write_limit(str(tmp_path), 8):
+            limited = seconds()
+    except CheckmateError as error:
+        pytest.skip(str(error))
+    assert limited > 0.7
+    assert Path("/proc/self/cgroup").read_text() == before

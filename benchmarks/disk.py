@@ -1,0 +1,79 @@
+"""A slower disk for this process and its children: Linux limits the bandwidth of a block device by control group.
+
+It holds what a process itself brings to the device: direct I/O, and what ``fsync`` and ``msync`` write.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkmate.config import CheckmateError
+
+_MB = 1_000_000
+
+
+def add_limit_option(parser: argparse.ArgumentParser) -> None:
+    """``--write-mbps``."""
+    text = "limit the disk to this many MB/s of writes (root; 0: no limit), so that a write takes many iterations"
+    parser.add_argument("--write-mbps", type=float, default=0.0, help=text)
+
+
+@contextmanager
+def write_limit(folder: str, mbps: float) -> Iterator[None]:
+    """While open, this process and its new children write at most so many MB/s to the device of ``folder``; 0: any.
+
+    Raises CheckmateError without root, without the control group, or when ``folder`` is on no block device.
+    """
+    if not mbps:
+        yield
+        return
+    device = _device(folder)
+    root, knob, rule = _controller()
+    group, home = root / f"ckmbench{os.getpid()}", _home(root)
+    try:
+        group.mkdir()
+        (group / knob).write_text(rule.format(device=device, rate=int(mbps * _MB)))
+    except OSError as error:
+        group.rmdir() if group.exists() else None
+        raise CheckmateError(f"--write-mbps: {group}: {error.strerror}; it needs root, or leave it out") from None
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        for process in (group / "cgroup.procs").read_text().split():
+            (home / "cgroup.procs").write_text(process)
+        group.rmdir()
+
+
+def _device(folder: str) -> str:
+    """major:minor of the whole disk: partitions have no limits of their own."""
+    number = Path(folder).stat().st_dev
+    place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not place.exists():
+        raise CheckmateError(f"--write-mbps: {folder} is on no block device; name another with --storage")
+    disk = place.resolve().parent if (place / "partition").exists() else place
+    return (disk / "dev").read_text().strip()
+
+
+def _controller() -> tuple[Path, str, str]:
+    """Where groups are made, the file that takes a limit, and its form: of version 2 of control groups, else of 1."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, options = line.split()[:4]
+        root = Path(place)
+        if kind == "cgroup2" and "io" in (root / "cgroup.subtree_control").read_text().split():
+            return root, "io.max", "{device} wbps={rate}"
+        if kind == "cgroup" and "blkio" in options.split(","):
+            return root, "blkio.throttle.write_bps_device", "{device} {rate}"
+    raise CheckmateError("--write-mbps: no control group limits I/O on this machine; leave it out")
+
+
+def _home(root: Path) -> Path:
+    """The group that this process is in."""
+    version1 = root.name == "blkio"
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if ("blkio" in controllers.split(",")) if version1 else not controllers:
+            return root / path.lstrip("/")
+    return root
