@@ -71,10 +71,12 @@ parser CheckmateIngressParser(packet_in packet, out headers_t hdr, out metadata_
 /* Whether the lengths in an IPv4 and a TCP header agree. A match-action unit can't add a shifted field to another one,
  * but it can look all of their 121 pairs up, with the total length, in one stage. */
 control CheckLengths(in headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_from_parser_t parsed) {
+    @hidden
     action malformed() {
         meta.kind = MALFORMED;
     }
 
+    @hidden
     action tcp(bit<1> has_payload) {
         meta.kind = TCP;
         meta.has_payload = has_payload;
