@@ -136,6 +136,24 @@ class _Named:
         return self._ids[number]
 
 
+def shape(info: p4info_pb2.P4Info) -> Any:
+    """What a P4Info says without its ids and sizes, which each compiler gives: equal for the same rules."""
+    tables = {table.preamble.id: table.preamble.name for table in info.tables}
+    actions = {action.preamble.id: action.preamble.name for action in info.actions}
+    return (
+        {
+            table.preamble.name: (
+                [(field.name, field.bitwidth, field.match_type) for field in table.match_fields],
+                sorted(actions.get(ref.id, "") for ref in table.action_refs),
+            )
+            for table in info.tables
+        },
+        {action.preamble.name: [(param.name, param.bitwidth) for param in action.params] for action in info.actions},
+        {counter.preamble.name: counter.spec.unit for counter in info.counters},
+        {counter.preamble.name: tables.get(counter.direct_table_id) for counter in info.direct_counters},
+    )
+
+
 def count(data: Any) -> Count:
     """Value of a P4Runtime CounterData."""
     return Count(data.packet_count, data.byte_count)

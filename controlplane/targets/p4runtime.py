@@ -37,7 +37,8 @@ class P4RuntimeTarget:
         timeout_s: float = 5.0,
     ) -> None:
         self._info = p4info.load()
-        self._tables = tables.Tables(self._info, job)
+        self._job = job
+        self._known: tables.Tables | None = None
         self._device_config = device_config
         self._client = Client(str(address), device_id, job, election_id, timeout_s)
 
@@ -46,9 +47,10 @@ class P4RuntimeTarget:
         if self._client.primary:
             return
         self._client.connect()
+        self._known = None
         info, held = self._client.pipeline()
         if self._device_config is None:
-            if not self._is_ours(info):
+            if not self._has_our_rules(info):
                 raise TargetError("the switch runs another pipeline than ours: load p4/tna with the switch's SDE")
             return
         cookie = _cookie(self._info, self._device_config)
@@ -58,7 +60,7 @@ class P4RuntimeTarget:
     def pipeline(self) -> str:
         """Whose pipeline the switch runs: "ours", "another" or "none". Needs no primary, as all that only reads."""
         info, _ = self._client.pipeline()
-        return "ours" if self._is_ours(info) else "another" if info.tables else "none"
+        return "ours" if self._has_our_rules(info) else "another" if info.tables else "none"
 
     def has_primary(self) -> bool | None:
         """Whether a controller of our job is primary; None when the switch does not tell."""
@@ -98,6 +100,17 @@ class P4RuntimeTarget:
     def close(self) -> None:
         """See ``Target``."""
         self._client.close()
+
+    @property
+    def _tables(self) -> tables.Tables:
+        """With the ids of the program that the switch runs: each compiler gives others."""
+        if self._known is None:
+            info, _ = self._client.pipeline()
+            self._known = tables.Tables(info if self._has_our_rules(info) else self._info, self._job)
+        return self._known
+
+    def _has_our_rules(self, info: Any) -> bool:
+        return bool(tables.shape(info) == tables.shape(self._info))
 
     def _is_ours(self, info: Any) -> bool:
         """Whether all is the same but for the architecture that it was compiled for."""

@@ -5,15 +5,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib import resources
 
 import pytest
+from google.protobuf import text_format
 
 from checkmate.controlplane.reconcile import reconcile
+from checkmate.controlplane.tables import shape
 from checkmate.controlplane.target import Count, Kind, NotPrimaryError, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.p4runtime import P4RuntimeTarget
 from checkmate.p4.ebpf import datapath
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
+from checkmate.p4.shared import p4info
+from checkmate.p4.shared.messages import p4info_pb2
 from checkmate.plan import HEARTBEAT, REPLICATE, Entry, Multicast, Replica, Rules
 from checkmate.topology import Endpoint
 
@@ -118,6 +123,30 @@ def test_a_pipeline_that_the_switchs_own_tools_load_is_never_pushed(server: Serv
     target.connect()
     assert target.read() == RULES
     target.close()
+
+
+def test_the_ids_of_the_program_that_a_tofino_runs_are_taken(
+    path: FakeDatapath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiler gives the same rules other ids; here the eBPF switch's server stands for it."""
+    text = resources.files("checkmate.p4").joinpath("tna/checkmate.p4info.txtpb").read_text()
+    tofino = text_format.Parse(text, p4info_pb2.P4Info())
+    assert shape(tofino) == shape(p4info.load()) != shape(p4info_pb2.P4Info())
+    assert [each.preamble.id for each in tofino.counters] != [each.preamble.id for each in p4info.load().counters]
+    with monkeypatch.context() as patch:
+        patch.setattr(p4info, "load", lambda: tofino)
+        server = Server(path, "127.0.0.1:0", device_id=1)
+        loader = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), 1, timeout_s=5)
+    with server, contextlib.closing(loader):
+        loader.connect()
+        loader.close()
+        target = P4RuntimeTarget(Endpoint("127.0.0.1", server.port), 1, device_config=None, timeout_s=5)
+        target.connect()
+        reconcile(target, RULES)
+        assert target.read() == RULES
+        assert target.pipeline() == "ours"
+        assert set(target.counters([1, 2]).ports) == {counter.preamble.name for counter in tofino.counters}
+        target.close()
 
 
 def test_the_wrong_device_is_refused(server: Server) -> None:
