@@ -78,7 +78,7 @@ class AutoAttach:
         TRACKER.before_iterate = None
         if any(module in ATTACHED for module in modules):
             return  # the script did it
-        problem = None
+        problem = _own_loop(modules[0])
         if len(modules) > 1:
             problem = f"the script has {len(modules)} DistributedDataParallel modules: one is supported"
         elif len(optimizers) > 1:
@@ -91,6 +91,19 @@ class AutoAttach:
             log.exception("not attached because of an error of Checkmate's own; training goes on without checkpoints")
         if self._checkpoint is not None:
             self._checkpoint.resume()
+
+
+def _own_loop(module: DistributedDataParallel) -> str | None:
+    """What a framework needs whose own loop goes wrong when a restart repeats it from the top; None: nothing."""
+    bases = [base.__module__ for base in type(module.module).__mro__]
+    if any(base.startswith(("lightning.pytorch.", "pytorch_lightning.")) for base in bases):
+        return "Lightning counts steps itself: give its Trainer checkmate.train.lightning.CheckmateCallback()"
+    transformers = sys.modules.get("transformers.trainer")
+    if transformers is not None and registry.alive(transformers.Trainer):
+        return (
+            "transformers counts steps itself: give its Trainer checkmate.train.huggingface.CheckmateCallback(trainer)"
+        )
+    return None
 
 
 def _trains(optimizer: torch.optim.Optimizer, module: DistributedDataParallel) -> bool:

@@ -104,18 +104,20 @@ class Checkpoint:
         """Messages to the shadow that had to be dropped; each makes it ask for a seed."""
         return self._link.dropped
 
-    def resume(self) -> int | None:
+    def resume(self, *, from_the_top: bool = True) -> int | None:
         """Restore the step that the shadow holds, into model, optimizer, schedulers, random numbers and data order.
 
         Returns that step, or None for a fresh start. All ranks call it, once, before the first forward. Afterwards
-        the script's loops over DataLoaders run from the top and continue where they stopped. Raises CheckmateError on
-        all ranks if one could not restore.
+        the script's loops over DataLoaders run from the top and continue where they stopped; ``from_the_top`` False:
+        they begin with the epoch that was under way, because ``stateful`` restores their counters. Raises
+        CheckmateError on all ranks if one could not restore.
         """
         if self._started:
             raise CheckmateError("resume() must be called once, before the first forward")
         self._started = True
         if self._held is None:
             return None
+        TRACKER.from_the_top = from_the_top
         self._restore(self._held)
         self._guard(self._watch.seal)
         return self._step - self._superseded
@@ -281,14 +283,29 @@ class Checkpoint:
         self._step_hook.remove()  # register again: after hooks of the user's that may change gradients
         self._step_hook = self._optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, _optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        unfollowed = "the last step did not finish" if self._stepping else self._unfollowed(args, kwargs)
+    def _before_step(
+        self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Where a closure computes the gradients, the step's record is due after it: the followed optimizers call it
+        once, before all else."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            self._announce_step()
+            return None
+
+        def announced() -> Any:
+            result = closure()
+            self._announce_step()
+            return result
+
+        return args[:1], {**kwargs, "closure": announced}
+
+    def _announce_step(self) -> None:
+        unfollowed = "the last step did not finish" if self._stepping else self._unfollowed()
         self._stepping = True
         self._guard(lambda: self._send_record(unfollowed, self._is_skipped_inside()))
 
-    def _unfollowed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):  # args[0] is the optimizer
-            return "the step was given a closure, which computes gradients inside it"
+    def _unfollowed(self) -> str | None:
         if self._is_skipped_inside() and self._lacks_momentum():
             return "torch's fused SGD makes momentum of uninitialised memory when a GradScaler skips its first step"
         return self._hook.unfollowed(self._optimizer) or self._watch.changed()

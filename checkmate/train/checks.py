@@ -1,5 +1,6 @@
 """What a shadow cannot follow is refused when it is attached, by name and with the reason."""
 
+import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -28,7 +29,14 @@ def refusal(
     """Why this model and optimizer cannot be followed, None when they can."""
     if not isinstance(ddp, DistributedDataParallel):
         return f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
-    for reasons in (_group(ddp), _module(ddp), _optimizer(ddp, optimizer, masters), _stateful(optimizer, stateful)):
+    checks = (
+        _group(ddp),
+        _module(ddp),
+        _optimizer(ddp, optimizer, masters),
+        _stateful(optimizer, stateful),
+        _loaders(),
+    )
+    for reasons in checks:
         for reason in reasons:
             return reason
     return None
@@ -119,4 +127,13 @@ def _stateful(optimizer: torch.optim.Optimizer, stateful: Mapping[str, object]) 
         yield (
             "a learning-rate scheduler was made before attach: name it, attach(…, stateful={'scheduler': scheduler}), "
             "or make it afterwards"
+        )
+
+
+def _loaders() -> Iterator[str]:
+    accelerate = sys.modules.get("accelerate.data_loader")
+    if accelerate is not None and registry.alive(accelerate.DataLoaderDispatcher):
+        yield (
+            "accelerate reads the data on one rank for all, where no rank can go on by itself: use "
+            "DataLoaderConfiguration(dispatch_batches=False)"
         )

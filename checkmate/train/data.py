@@ -10,9 +10,13 @@ script run again from the top, and
 * random numbers are drawn for neither: samplers see the states that they saw the first time, everything else sees
   the states with which the first batch after the restored step was drawn; an epoch that began between that step and
   the next forward begins with the states with which it began.
+
+A framework that restores its own loops does not run them from the top: its first epoch is the one that was under way.
+Hugging Face accelerate draws each batch before it hands out the one before: at a step the newest is not used yet.
 """
 
 import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +33,7 @@ from checkmate.train import rng
 Position = dict[str, Any]
 """Of one loader: {"started": epochs, "batches": int | None (that epoch is over), "generators": [bytes]}, and of an
 epoch under way "at_iter" (random states when it began), "iter_generators" and "at_first" (random states at its first
-index)."""
+index), and "ahead" where a batch was drawn that is not among "batches" (random states when it was drawn)."""
 
 Progress = dict[str, Any]
 """Of one loader since the positions were taken: {"epoch": the one under way or None}, and of one that began since
@@ -58,6 +62,8 @@ class _Loader:
     at_iter: dict[str, Any] = field(default_factory=dict)
     iter_generators: list[bytes] = field(default_factory=list)
     at_first: dict[str, Any] | None = None
+    looks_ahead: bool = False
+    ahead: dict[str, Any] | None = None
 
     def position(self) -> Position:
         """Where it stands now, as plain values."""
@@ -73,6 +79,8 @@ class _Loader:
                 "iter_generators": self.iter_generators,
                 "at_first": self.at_first,
             }
+            if self.ahead is not None:
+                position |= {"batches": position["batches"] - 1, "ahead": self.ahead}
         return position
 
     def progress(self) -> Progress:
@@ -86,12 +94,15 @@ class _Loader:
 class LoaderTracker:
     """Counts the batches of all DataLoaders and replays positions.
 
-    ``before_iterate`` is called before each epoch, ``before_fetch`` before each batch.
+    ``before_iterate`` is called before each epoch, ``before_fetch`` before each batch. ``from_the_top``: a restarted
+    script repeats all its epochs.
     """
 
     def __init__(self) -> None:
         self.before_iterate: Callable[[], None] | None = None
         self.before_fetch: Callable[[], None] | None = None
+        self.from_the_top = True
+        self._looking_ahead: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._loaders: list[_Loader] = []
         self._by_loader: weakref.WeakKeyDictionary[DataLoader[Any], _Loader] = weakref.WeakKeyDictionary()
         self._replay: dict[int, Position] = {}
@@ -118,7 +129,12 @@ class LoaderTracker:
         def fetch(iterator: _BaseDataLoaderIter) -> Any:
             if self.before_fetch is not None:
                 self.before_fetch()
-            return fetch_alone(iterator)
+            if (entry := self._looking_ahead.get(iterator)) is None:
+                return fetch_alone(iterator)
+            states, entry.ahead = rng.capture(), None
+            batch = fetch_alone(iterator)
+            entry.ahead = states
+            return batch
 
         def undo() -> None:
             loader_class.__iter__, iterator_class.__next__ = iterate_alone, fetch_alone
@@ -168,7 +184,11 @@ class LoaderTracker:
         entry = self._by_loader.get(loader)
         if entry is None:
             entry = self._by_loader[loader] = _Loader(len(self._loaders), weakref.ref(loader))
+            entry.looks_ahead = _looks_ahead(loader)
             self._loaders.append(entry)
+            if not self.from_the_top and (goal := self._replay.get(entry.index)) is not None:
+                entry.started = goal["started"] - (goal["batches"] is not None)
+                _apply_generators(loader, goal["generators"])
         entry.started += 1
         goal = self._replay.get(entry.index)
         if goal is None or entry.started > goal["started"]:
@@ -216,6 +236,9 @@ class LoaderTracker:
         else:
             entry.skipped = goal["batches"]
             iterator = self._open(entry, loader, original, _Mode.REPLAY)
+        if goal.get("ahead") is not None:
+            rng.apply(goal["ahead"])
+            iterator = itertools.chain([next(iterator)], iterator)
         rng.apply(states)
         return iterator
 
@@ -236,6 +259,9 @@ class LoaderTracker:
         finally:
             loader.__dict__[name] = sampler
         entry.iterator = weakref.ref(iterator)
+        entry.ahead = None
+        if entry.looks_ahead:
+            self._looking_ahead[iterator] = entry
         return iterator
 
 
@@ -273,10 +299,27 @@ def _discard(items: Iterator[Any], count: int) -> None:
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The generators that a loader and its samplers draw from, each once."""
-    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = [getattr(holder, "generator", None) for holder in holders]
+    """The generators that a loader and its samplers draw from, each once; accelerate's samplers seed theirs anew in
+    every epoch."""
+    found = [getattr(holder, "generator", None) for holder in _holders(loader) if not _is_of_accelerate(holder)]
     return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+
+
+def _holders(item: Any) -> Iterator[Any]:
+    """A loader or sampler, and the samplers inside it."""
+    yield item
+    for name in ("sampler", "batch_sampler"):
+        if (inner := getattr(item, name, None)) is not None:
+            yield from _holders(inner)
+
+
+def _looks_ahead(loader: DataLoader[Any]) -> bool:
+    """True for a loader inside one of accelerate's, which are known by what they split batches with."""
+    return any(map(_is_of_accelerate, (loader.batch_sampler, loader.dataset)))
+
+
+def _is_of_accelerate(part: object) -> bool:
+    return type(part).__module__ == "accelerate.data_loader"
 
 
 def _apply_generators(loader: DataLoader[Any], states: Sequence[bytes]) -> None:

@@ -20,7 +20,7 @@ _scalers: list[weakref.ReferenceType[GradScaler]] = []
 @functools.cache
 def install() -> None:
     """Note every optimizer, scheduler and scaler that is made from now on."""
-    _scalers.extend(map(weakref.ref, _alive(GradScaler)))
+    _scalers.extend(map(weakref.ref, alive(GradScaler)))
     _follow(torch.optim.Optimizer, _optimizers)
     _follow(LRScheduler, _schedulers)
     _follow(GradScaler, _scalers)
@@ -28,28 +28,36 @@ def install() -> None:
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Those alive."""
-    return [optimizer for reference in _optimizers if (optimizer := reference()) is not None]
+    there = [optimizer for reference in _optimizers if (optimizer := reference()) is not None]
+    return [optimizer for optimizer in there if _owns_groups(optimizer)]
 
 
 def all_optimizers() -> list[torch.optim.Optimizer]:
     """Those alive, made before ``install``, too; slow."""
-    return _alive(torch.optim.Optimizer)
+    return [optimizer for optimizer in alive(torch.optim.Optimizer) if _owns_groups(optimizer)]
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    """Those alive that drive this optimizer."""
-    alive = [scheduler for reference in _schedulers if (scheduler := reference()) is not None]
-    return [scheduler for scheduler in alive if getattr(scheduler, "optimizer", None) is optimizer]
+    """Those alive that drive this optimizer, or one that wraps it."""
+    there = [scheduler for reference in _schedulers if (scheduler := reference()) is not None]
+    groups = optimizer.param_groups
+    return [one for one in there if getattr(getattr(one, "optimizer", None), "param_groups", None) is groups]
 
 
 def scalers() -> list[GradScaler]:
     """Those alive and enabled, made before ``install``, too."""
-    alive = [scaler for reference in _scalers if (scaler := reference()) is not None]
-    return [scaler for scaler in alive if getattr(scaler, "_enabled", False)]
+    there = [scaler for reference in _scalers if (scaler := reference()) is not None]
+    return [scaler for scaler in there if getattr(scaler, "_enabled", False)]
 
 
-def _alive(cls: type[T]) -> list[T]:
+def alive(cls: type[T]) -> list[T]:
+    """All objects of a class and its subclasses; slow."""
     return [item for item in gc.get_objects() if issubclass(type(item), cls)]
+
+
+def _owns_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """False for what frameworks wrap around an optimizer: it looks like one, and shows the groups of the one inside."""
+    return "param_groups" in vars(optimizer)
 
 
 def _follow(cls: type[Any], made: list[weakref.ReferenceType[Any]]) -> None:

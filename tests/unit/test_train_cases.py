@@ -73,6 +73,28 @@ def script(direct: DirectShadow) -> Iterator[Callable[..., Script]]:
         item.checkpoint.close()
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_a_closure_that_computes_the_gradients_is_followed(
+    script: Callable[..., Script], kind: type[torch.optim.Optimizer], by_name: bool
+) -> None:
+    ddp, _ = build()
+    item = script(ddp, kind(ddp.parameters(), lr=0.01))  # type: ignore[call-arg]
+    calls = []
+
+    def closure() -> float:
+        item.backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        calls.append(len(calls))
+        return 0.5 + len(calls)
+
+    for step in range(1, 4):
+        loss: Any = item.optimizer.step(closure=closure) if by_name else item.optimizer.step(closure)
+        assert loss == 0.5 + step
+        assert item.hand_over() == []
+    assert (calls, item.shadow.seeds, item.shadow.unfollowed) == ([0, 1, 2], [0], [])
+
+
 # Steps that a GradScaler skips
 
 

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from checkmate.train import rng
 from checkmate.train.data import LoaderTracker
@@ -198,6 +206,58 @@ def test_continues_bit_for_bit(name: str, tracker: Callable[[], LoaderTracker]) 
         rest = resume(tracker(), script, state)
         assert len(rest) == len(whole) - stop, f"after {stop} steps"
         assert all(torch.equal(a, b) for a, b in zip(rest, whole[stop:], strict=True)), f"after {stop} steps"
+
+
+class Split(Sampler[list[int]]):
+    """As accelerate's sampler: what is known of it is where its class is."""
+
+    def __init__(self, inner: Sampler[list[int]]) -> None:
+        self.batch_sampler = inner
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batch_sampler
+
+
+Split.__module__ = "accelerate.data_loader"
+
+
+def looking_ahead() -> Iterator[Tensor]:
+    """As accelerate's loader: it draws a batch before it hands out the one before."""
+    sampler = RandomSampler(data := Noisy(10), generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(data, batch_sampler=Split(BatchSampler(sampler, 3, False)))
+    for _ in range(3):
+        drawn = iter(loader)
+        if (newest := next(drawn, None)) is None:
+            continue
+        for batch in drawn:
+            yield newest
+            newest = batch
+        yield newest
+
+
+def test_a_batch_that_was_drawn_and_not_used_is_drawn_again(tracker: Callable[[], LoaderTracker]) -> None:
+    whole, _ = run(tracker(), looking_ahead, seed=1)
+    assert len(whole) == 12
+    for stop in range(1, len(whole)):
+        _, state = run(tracker(), looking_ahead, seed=1, stop_after=stop)
+        rest = resume(tracker(), looking_ahead, state)
+        assert [b.tolist() for b in rest] == [b.tolist() for b in whole[stop:]], f"after {stop} steps"
+
+
+@pytest.mark.parametrize("make", [own_generator, lambda: shared_generator(0)])
+def test_a_script_that_restores_its_loops_begins_with_the_epoch_under_way(
+    make: Callable[[], DataLoader[Any]], tracker: Callable[[], LoaderTracker]
+) -> None:
+    whole, _ = run(tracker(), epochs(make), seed=1)
+    for stop in range(1, len(whole)):
+        _, state = run(tracker(), epochs(make), seed=1, stop_after=stop)
+        restarted = tracker()
+        restarted.from_the_top = False
+        rest = resume(restarted, epochs(make, 3 - stop // 4), state)
+        assert [b.tolist() for b in rest] == [b.tolist() for b in whole[stop:]], f"after {stop} steps"
 
 
 @pytest.mark.parametrize("persistent", [False, True])
