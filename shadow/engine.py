@@ -558,6 +558,6 @@ class Engine:
             commit_count=self._commit_count,
             seeds=dict(self._seeds),
             state_bytes=self._state_bytes,
-            verification=self._verifier.summary,
+            verification=self._verifier.summary(self._working),
             commits=tuple(self._commits),
         )

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -43,9 +43,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class Verification:
-    """For ``status``. ``blocks``: of the state that is held, from its first comparison on; ``proved``: those that were
-    equal at least once; ``oldest``: those that weren't for the longest time. ``compared``, ``mismatches``: blocks since
-    the start; ``last_mismatch``: as text.
+    """For ``status``. ``blocks``: of the state that is held, from its first comparison on, which a seed begins anew;
+    ``proved``: those that were equal at least once; ``oldest``: those that weren't for the longest time. ``compared``,
+    ``mismatches``: blocks since the shadow's start; ``last_mismatch``: as text.
     """
 
     blocks: int = 0
@@ -60,7 +60,7 @@ class Verifier:
     """Digests on their way, and what they proved of a replica. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.summary = Verification()
+        self._summary = Verification()
         self._pending: OrderedDict[int, list[list[Any]]] = OrderedDict()
         self._proofs: OrderedDict[Block, tuple[int, float] | None] = OrderedDict()
         self._proved = 0
@@ -73,6 +73,12 @@ class Verifier:
     def is_content(self) -> bool:
         """All blocks that ever differed in this incarnation have been proved equal since."""
         return not self._doubted
+
+    def summary(self, replica: Replica | None) -> Verification:
+        """All so far, and what it says of this replica."""
+        if self._summary.blocks and not self._is_of(replica):
+            self._summary = replace(self._summary, blocks=0, proved=0, oldest=())
+        return self._summary
 
     def begin(self) -> None:
         """A new incarnation: what is on its way is stale."""
@@ -92,7 +98,7 @@ class Verifier:
             del self._pending[step]
         if digests is None:
             return
-        if self._of is None or self._of() is not replica:
+        if not self._is_of(replica):
             self._of, self._proofs, self._proved = weakref.ref(replica), OrderedDict(), 0
         differences = []
         for name, kind, first, nbytes, crc in digests:
@@ -105,6 +111,9 @@ class Verifier:
         self._summarize()
         if differences:
             raise Mismatch(str(self._last_mismatch))
+
+    def _is_of(self, replica: Replica | None) -> bool:
+        return self._of is not None and self._of() is replica
 
     def _difference(self, replica: Replica, block: Block, theirs: blocks.Digest) -> str | None:
         """Text that names the block, None when it is equal."""
@@ -141,7 +150,7 @@ class Verifier:
 
     def _summarize(self) -> None:
         oldest = tuple(Proof(block, proof) for block, proof in islice(self._proofs.items(), _OLDEST))
-        self.summary = Verification(
+        self._summary = Verification(
             len(self._proofs), self._proved, self._compared, self._mismatches, self._last_mismatch, oldest
         )
 

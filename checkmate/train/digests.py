@@ -4,6 +4,7 @@ Everything gets its turn, round after round. How much a step digests is what the
 for it has bought since the last digests: small models and quick steps are charged no more than large ones.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from checkmate.train.masters import Masters
 
 BURST_S = 0.01
 """Most time that one step digests, however long nothing was."""
+MOST_SKIPPED = 100
+"""Steps without a look at the clock."""
+_TICK_S = 1e-9
 MOST_BLOCKS = 1024
 """Blocks in a message: it stays small where tensors are tiny."""
 
@@ -47,23 +51,26 @@ class DigestSender:
         self._optimizer = optimizer
         self._share = share
         self._clock = clock
-        self._last: float | None = None
+        self._last = clock()
         self._credit_s = 0.0
+        self._steps = 1
+        self._skip = 1 if share else math.inf
         self._round = self._blocks()
 
     def send(self, step: int, send: Callable[[Message], Any]) -> None:
         """Right after ``step``, on the training thread; sends nothing while there is no time to spend."""
-        if not self._share:
+        self._skip -= 1
+        if self._skip > 0:  # quick steps can't afford even a look at the clock
             return
         start = self._clock()
-        if self._last is not None:
-            self._credit_s = min(self._credit_s + self._share * (start - self._last), BURST_S)
-        self._last = start
-        if self._credit_s <= 0:
-            return
-        if taken := self._take(start + self._credit_s):
-            send(Digests(step, taken))
-        self._credit_s -= self._clock() - start
+        elapsed, self._last = max(start - self._last, _TICK_S), start
+        self._credit_s = min(self._credit_s + self._share * elapsed, BURST_S)
+        if self._credit_s > 0:
+            if taken := self._take(start + self._credit_s):
+                send(Digests(step, taken))
+            self._credit_s -= self._clock() - start
+        repaid = -self._credit_s / self._share * self._steps / elapsed
+        self._skip = self._steps = math.ceil(max(1.0, min(repaid, MOST_SKIPPED)))
 
     def _take(self, end: float) -> list[list[Any]]:
         """The next blocks of this round; none once where the last round ended just so."""

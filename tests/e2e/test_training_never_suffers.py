@@ -60,6 +60,7 @@ def assert_unharmed(run: Run, reference: Run) -> None:
     """The job ended well, without a stall, with the state of the run without Checkmate; the shadow has it too."""
     assert_trained(run, reference)
     status, exported = run.rack.status(), run.rack.exported()
+    assert status["verification"]["mismatches"] == 0, status["verification"]
     if status["committed"] != STEPS:
         pytest.fail(f"committed is {status['committed']}: {status}\n{run.output()}")
     assert exported.pop("step") == STEPS

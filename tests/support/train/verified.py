@@ -5,7 +5,7 @@ from typing import Any
 
 from checkmate.protocol import Digests, Message
 from checkmate.shadow.staging import Ready
-from checkmate.shadow.verify import Verifier
+from checkmate.shadow.verify import Verification, Verifier
 from support.shadow import FakeReceiver
 from support.train.direct import DirectShadow
 from support.train.fake_shadow import FakePlugin
@@ -18,6 +18,11 @@ class VerifyingShadow(DirectShadow):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.verifier = Verifier()
+
+    @property
+    def summary(self) -> Verification:
+        """What was compared so far."""
+        return self.verifier.summary(self._working)
 
     def take(self, message: Message) -> None:
         if isinstance(message, Digests):
