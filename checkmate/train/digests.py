@@ -17,6 +17,8 @@ from checkmate import blocks
 from checkmate.protocol import Digests, Message
 from checkmate.train.masters import Masters
 
+QUANTUM_S = 0.001
+"""Time that is saved up before a message: one is too dear for a few small tensors."""
 BURST_S = 0.01
 """Most time that one step digests, however long nothing was."""
 MOST_SKIPPED = 100
@@ -65,12 +67,12 @@ class DigestSender:
         start = self._clock()
         elapsed, self._last = max(start - self._last, _TICK_S), start
         self._credit_s = min(self._credit_s + self._share * elapsed, BURST_S)
-        if self._credit_s > 0:
+        if self._credit_s >= QUANTUM_S:
             if taken := self._take(start + self._credit_s):
                 send(Digests(step, taken))
             self._credit_s -= self._clock() - start
-        repaid = -self._credit_s / self._share * self._steps / elapsed
-        self._skip = self._steps = math.ceil(max(1.0, min(repaid, MOST_SKIPPED)))
+        saved = (QUANTUM_S - self._credit_s) / self._share * self._steps / elapsed
+        self._skip = self._steps = math.ceil(max(1.0, min(saved, MOST_SKIPPED)))
 
     def _take(self, end: float) -> list[list[Any]]:
         """The next blocks of this round; none once where the last round ended just so."""

@@ -80,7 +80,7 @@ def blocks_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> set[tuple[
 @settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    pauses=st.lists(st.floats(0, 0.02), min_size=1, max_size=30),
+    pauses=st.lists(st.floats(0.001, 0.02), min_size=1, max_size=30),
     tick=st.floats(1e-5, 1e-3),
     most=st.integers(1, 7),
 )
@@ -100,7 +100,7 @@ def test_each_block_has_its_turn_once_a_round(sizes: list[int], pauses: list[flo
             assert all(message.step == step and 0 < len(message.blocks) <= most for message in messages)
             sent += [(name, kind, first) for message in messages for name, kind, first, _, _ in message.blocks]
         rounds, count = len(sent) // len(everything), len(everything)
-        assert rounds >= 1 or sum(pauses) == 0
+        assert rounds >= 1
         for number in range(rounds):
             assert set(sent[number * count : (number + 1) * count]) == everything
 
@@ -108,7 +108,7 @@ def test_each_block_has_its_turn_once_a_round(sizes: list[int], pauses: list[flo
 def test_state_that_comes_later_is_digested_from_then_on() -> None:
     module = Params([8, 8])
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    sender = DigestSender(1.0, module, optimizer, Masters(module, {}), Clock(1e-6))
+    sender = DigestSender(1.0, module, optimizer, Masters(module, {}), Clock(0.002))
 
     def kinds() -> set[str]:
         messages: list[Any] = []
@@ -128,7 +128,7 @@ def test_master_copies_stand_for_their_parameters() -> None:
     module = Params([8, 8])
     copy = next(module.parameters()).detach().double()
     optimizer = torch.optim.SGD([copy, *list(module.parameters())[1:]])
-    sender = DigestSender(1.0, module, optimizer, Masters(module, {"all.0": copy}), Clock(1e-6))
+    sender = DigestSender(1.0, module, optimizer, Masters(module, {"all.0": copy}), Clock(0.002))
     messages: list[Any] = []
     for step in range(4):
         sender.send(step, messages.append)
