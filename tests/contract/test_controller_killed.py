@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from support.topologies import topology_of
+
 from checkmate.controlplane.reconcile import BATCH, reconcile
 from checkmate.controlplane.target import NotPrimaryError, Target, UnreachableError
 from checkmate.controlplane.targets import target_of
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
 from checkmate.plan import HEARTBEAT, make_plan
-from checkmate.topology import Topology
 
 RANKS = 24
 WRITER = """
@@ -39,29 +40,6 @@ class SlowDatapath(FakeDatapath):
         super().set_heartbeat(port, dst_mac, group)
 
 
-def topology(port: int) -> Topology:
-    def nic(name: str, number: int) -> dict[str, object]:
-        return {"name": name, "mac": f"02:00:00:00:00:{number:02x}", "ip": f"10.1.0.{number}", "port": number}
-
-    hosts = range(1, RANKS + 1)
-    return Topology.from_dict(
-        {
-            "job": "test",
-            "mtu": 1500,
-            "token_file": "/nowhere/token",
-            "registrar": "127.0.0.1:7702",
-            "switch": {
-                "target": "ebpf",
-                "p4runtime": f"127.0.0.1:{port}",
-                "interfaces": {number: f"p{number}" for number in (*hosts, 100, 101)},
-            },
-            "hosts": [{"name": f"node{i}", "management_ip": f"10.255.0.{i}", "nics": [nic("eth0", i)]} for i in hosts],
-            "shadows": [{"name": "s", "management_ip": "10.255.1.1", "nics": [nic("eth0", 100), nic("eth1", 101)]}],
-            "groups": [{"name": "dp", "ranks": [f"node{i}" for i in hosts], "shadows": ["s"]}],
-        }
-    )
-
-
 def soon(condition: Callable[[], bool], within_s: float) -> bool:
     end = time.monotonic() + within_s
     while not condition() and time.monotonic() < end:
@@ -72,7 +50,7 @@ def soon(condition: Callable[[], bool], within_s: float) -> bool:
 def test_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     datapath = SlowDatapath(range(1, 110))
     with Server(datapath, "127.0.0.1:0") as server:
-        job = topology(server.port)
+        job = topology_of(server.port, RANKS, (100, 101))
         job.dump(tmp_path / "topology.yaml")
         wanted = make_plan(job, {"s"}).rules
         assert sum(entry.table == HEARTBEAT for entry in wanted.entries) > 2 * BATCH

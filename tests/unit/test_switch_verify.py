@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.topologies import topology_of
 from typer.testing import CliRunner
 
 from checkmate import switch_cli
@@ -20,7 +21,6 @@ from checkmate.p4.ebpf import datapath as path
 from checkmate.p4.ebpf.fake import FakeDatapath
 from checkmate.p4.ebpf.p4runtime_server import Server
 from checkmate.plan import CLASSIFY, HEARTBEAT, Rules, make_plan
-from checkmate.topology import Topology
 
 COPIES = path.Counter.COPIES_OUT
 
@@ -31,7 +31,7 @@ class Switch:
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self.topology = make_topology(port)
+        self.topology = topology_of(port, 2, (8, 9))
         self.file = folder / "topology.yaml"
         self.topology.dump(self.file)
         self.datapath = FakeDatapath(range(1, 10))
@@ -58,28 +58,6 @@ class Switch:
         if isinstance(done.exception, CheckmateError):
             return 2, printed, str(done.exception)
         return done.exit_code, printed, ""
-
-
-def make_topology(port: int) -> Topology:
-    def nic(name: str, number: int) -> dict[str, object]:
-        return {"name": name, "mac": f"02:00:00:00:00:{number:02x}", "ip": f"10.1.0.{number}", "port": number}
-
-    return Topology.from_dict(
-        {
-            "job": "test",
-            "mtu": 1500,
-            "token_file": "/nowhere/token",
-            "registrar": "127.0.0.1:7702",
-            "switch": {
-                "target": "ebpf",
-                "p4runtime": f"127.0.0.1:{port}",
-                "interfaces": {number: f"p{number}" for number in (1, 2, 8, 9)},
-            },
-            "hosts": [{"name": f"node{i}", "management_ip": f"10.255.0.{i}", "nics": [nic("eth0", i)]} for i in (1, 2)],
-            "shadows": [{"name": "s", "management_ip": "10.255.1.1", "nics": [nic("eth0", 8), nic("eth1", 9)]}],
-            "groups": [{"name": "dp", "ranks": ["node1", "node2"], "shadows": ["s"]}],
-        }
-    )
 
 
 @pytest.fixture
@@ -159,7 +137,7 @@ def test_counters_over_an_interval(switch: Switch, monkeypatch: pytest.MonkeyPat
 
 
 def test_rates_between_two_samples() -> None:
-    rules = make_plan(make_topology(1), {"s"}).rules
+    rules = make_plan(topology_of(1, 2, (8, 9)), {"s"}).rules
     entry = next(entry for entry in rules.entries if entry.table == HEARTBEAT)
     before = Sample(Counters({"CheckmateIngress.untagged": {1: Count(100, 1000)}}, {entry.key: Count(5, 500)}), 10.0)
     after = Sample(Counters({"CheckmateIngress.untagged": {1: Count(300, 2000)}}, {entry.key: Count(2, 200)}), 12.0)
