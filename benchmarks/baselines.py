@@ -68,31 +68,10 @@ class NoSaver(Saver):
         return None
 
 
-class TorchSave(Saver):
-    """Synchronous ``torch.save``: training stands still until the file is flushed and has its name."""
+class _TorchFile(Saver):
+    """Checkpoints are files of ``torch.save``, of which at most one is being written."""
 
-    name = "torch.save"
-
-    def save(self, step: int) -> None:
-        _write_torch(self.folder, step, self.state())
-
-    def load(self) -> Found:
-        return _read_torch(self.folder)
-
-
-class TorchAsync(Saver):
-    """``torch.save`` in a thread, on a copy that training waits for; the next save waits for the one before."""
-
-    name = "torch async"
-
-    def __init__(self, folder: Path, state: State, optimizer: Optimizer) -> None:
-        super().__init__(folder, state, optimizer)
-        self._thread = ThreadPoolExecutor(1)
-        self._running: Future[None] | None = None
-
-    def save(self, step: int) -> None:
-        self.finish()
-        self._running = self._thread.submit(_write_torch, self.folder, step, _copy(self.state()))
+    _running: Future[None] | None = None
 
     def finish(self) -> None:
         if self._running:
@@ -100,6 +79,29 @@ class TorchAsync(Saver):
 
     def load(self) -> Found:
         return _read_torch(self.folder)
+
+
+class TorchSave(_TorchFile):
+    """Synchronous ``torch.save``: training stands still until the file is flushed and has its name."""
+
+    name = "torch.save"
+
+    def save(self, step: int) -> None:
+        _write_torch(self.folder, step, self.state())
+
+
+class TorchAsync(_TorchFile):
+    """``torch.save`` in a thread, on a copy that training waits for; the next save waits for the one before."""
+
+    name = "torch async"
+
+    def __init__(self, folder: Path, state: State, optimizer: Optimizer) -> None:
+        super().__init__(folder, state, optimizer)
+        self._thread = ThreadPoolExecutor(1)
+
+    def save(self, step: int) -> None:
+        self.finish()
+        self._running = self._thread.submit(_write_torch, self.folder, step, _copy(self.state()))
 
     def close(self) -> None:
         self.finish()
@@ -135,7 +137,7 @@ class DcpAsync(Saver):
         return (state["step"], state) if state else None
 
 
-class CheckFreq(Saver):
+class CheckFreq(_TorchFile):
     """CheckFreq (FAST 2021): snapshot and persist are two phases, each overlapped with computation; one is in flight.
 
     The snapshot is taken while the next iteration computes, and must be complete before its weight update. It is
@@ -148,7 +150,6 @@ class CheckFreq(Saver):
         super().__init__(folder, state, optimizer)
         self._snapshotter, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._snapshot: Future[dict[str, Any]] | None = None
-        self._running: Future[None] | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_snapshot())
 
     def save(self, step: int) -> None:
@@ -160,13 +161,6 @@ class CheckFreq(Saver):
         if self._snapshot:
             self._snapshot.result(WAIT_S)
             self._snapshot = None
-
-    def finish(self) -> None:
-        if self._running:
-            self._running.result(WAIT_S)
-
-    def load(self) -> Found:
-        return _read_torch(self.folder)
 
     def close(self) -> None:
         self.finish()

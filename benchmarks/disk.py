@@ -6,7 +6,7 @@ It holds what a process itself brings to the device: direct I/O, and what ``fsyn
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from checkmate.config import CheckmateError
@@ -32,19 +32,21 @@ def write_limit(folder: str, mbps: float) -> Iterator[None]:
     device = _device(folder)
     root, knob, rule = _controller()
     group, home = root / f"ckmbench{os.getpid()}", _home(root)
-    try:
-        group.mkdir()
-        (group / knob).write_text(rule.format(device=device, rate=int(mbps * _MB)))
-    except OSError as error:
-        group.rmdir() if group.exists() else None
-        raise CheckmateError(f"--write-mbps: {group}: {error.strerror}; it needs root, or leave it out") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            group.mkdir()
+            stack.callback(group.rmdir)
+            (group / knob).write_text(rule.format(device=device, rate=int(mbps * _MB)))
+        except OSError as error:
+            raise CheckmateError(f"--write-mbps: {group}: {error.strerror}; it needs root, or leave it out") from None
+        stack.callback(_move_all, group, home)
         (group / "cgroup.procs").write_text(str(os.getpid()))
         yield
-    finally:
-        for process in (group / "cgroup.procs").read_text().split():
-            (home / "cgroup.procs").write_text(process)
-        group.rmdir()
+
+
+def _move_all(group: Path, home: Path) -> None:
+    for process in (group / "cgroup.procs").read_text().split():
+        (home / "cgroup.procs").write_text(process)
 
 
 def _device(folder: str) -> str:
