@@ -301,12 +301,16 @@ class Checkpoint:
         return args[:1], {**kwargs, "closure": announced}
 
     def _announce_step(self) -> None:
-        unfollowed = "the last step did not finish" if self._stepping else self._unfollowed()
-        self._stepping = True
-        self._guard(lambda: self._send_record(unfollowed, self._is_skipped_inside()))
+        unfinished, self._stepping = self._stepping, True
+        self._guard(lambda: self._record_step(unfinished))
 
-    def _unfollowed(self) -> str | None:
-        if self._is_skipped_inside() and self._lacks_momentum():
+    def _record_step(self, unfinished: bool) -> None:
+        skipped = self._is_skipped_inside()
+        unfollowed = "the last step did not finish" if unfinished else self._unfollowed(skipped)
+        self._send_record(unfollowed, skipped)
+
+    def _unfollowed(self, skipped: bool) -> str | None:
+        if skipped and self._lacks_momentum():
             return "torch's fused SGD makes momentum of uninitialised memory when a GradScaler skips its first step"
         return self._hook.unfollowed(self._optimizer) or self._watch.changed()
 
