@@ -65,7 +65,9 @@ static void memory_write(struct ckp_storage *storage, struct ckp_io *io)
     if (!io->result) {
         if (memory->history)
             id = note_write(memory->history, io);
+        pthread_rwlock_rdlock(&memory->whole);
         memcpy(memory->bytes + io->offset, io->data, io->bytes);
+        pthread_rwlock_unlock(&memory->whole);
         if (memory->history)
             history_add(memory->history, (struct event){.kind = EVENT_WRITTEN, .id = id});
     }
@@ -99,6 +101,7 @@ static void memory_close(struct ckp_storage *storage)
 {
     struct memory *memory = (struct memory *)storage;
 
+    pthread_rwlock_destroy(&memory->whole);
     free(memory->bytes);
     free(memory);
 }
@@ -119,6 +122,7 @@ static struct memory *make(uint64_t bytes)
     memory->storage = (struct ckp_storage){.ops = &ops, .bytes = bytes, .fd = -1};
     memory->bytes = calloc(1, bytes);
     CHECK(memory->bytes);
+    pthread_rwlock_init(&memory->whole, NULL);
     return memory;
 }
 
@@ -139,6 +143,14 @@ struct memory *memory_copy(const uint8_t *bytes, uint64_t count)
 
     memcpy(memory->bytes, bytes, count);
     return memory;
+}
+
+struct memory *memory_snapshot(struct memory *memory)
+{
+    pthread_rwlock_wrlock(&memory->whole);
+    struct memory *copy = memory_copy(memory->bytes, memory->storage.bytes);
+    pthread_rwlock_unlock(&memory->whole);
+    return copy;
 }
 
 struct ckp_engine *memory_start(struct memory *memory, const struct ckp_options *options)

@@ -27,6 +27,7 @@ struct history {
 struct memory {
     struct ckp_storage storage;
     uint8_t *bytes;
+    pthread_rwlock_t whole; /* writes share it, so that it orders none of them; who copies the bytes has it alone */
     struct history *history; /* NULL: not noted */
     /* Called before a write (`io`) or a flush (NULL); may wait; its result, 0 or -errno, is what becomes of it. */
     int (*hook)(void *context, const struct ckp_io *io);
@@ -39,8 +40,9 @@ uint64_t history_add(struct history *history, struct event event); /* returns it
 
 /* A file of this geometry, formatted. */
 struct memory *memory_new(const struct ckp_geometry *geometry);
-/* A copy of the bytes of another. */
 struct memory *memory_copy(const uint8_t *bytes, uint64_t count);
+/* A copy of another while an engine may be writing to it. */
+struct memory *memory_snapshot(struct memory *memory);
 
 /* Start an engine over it, which owns it from then on. */
 struct ckp_engine *memory_start(struct memory *memory, const struct ckp_options *options);

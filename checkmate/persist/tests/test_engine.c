@@ -64,7 +64,7 @@ static void check_intact(struct ckp_engine *engine, uint64_t counter)
 static struct ckp_engine *again(struct ckp_engine *engine)
 {
     struct memory *memory = (struct memory *)engine->storage;
-    struct memory *copy = memory_copy(memory->bytes, memory->storage.bytes);
+    struct memory *copy = memory_snapshot(memory);
 
     close_engine(engine);
     return memory_start(copy, &options);
@@ -292,7 +292,7 @@ static void test_half_a_checkpoint_is_not_visible(void)
     }
     REFUSED(ETIMEDOUT, ckp_wait(engine, counter, 20, &state, &error));
 
-    struct ckp_engine *after = memory_start(memory_copy(memory->bytes, memory->storage.bytes), &options);
+    struct ckp_engine *after = memory_start(memory_snapshot(memory), &options);
     CHECK_EQ(latest(after), first);
     CHECK_EQ(ckp_list(after, NULL, 0), 1);
     check_intact(after, first);
@@ -435,8 +435,7 @@ static void test_closing(void)
 static void test_read_only(void)
 {
     struct memory *memory = file_of(2, CHUNK);
-    struct ckp_engine *engine =
-        memory_start(memory_copy(memory->bytes, memory->storage.bytes), &(struct ckp_options){.read_only = 1});
+    struct ckp_engine *engine = memory_start(memory_snapshot(memory), &(struct ckp_options){.read_only = 1});
     uint64_t counter;
     uint32_t state;
 

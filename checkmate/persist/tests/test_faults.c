@@ -43,7 +43,7 @@ static struct ckp_engine *start(struct fault *fault, uint64_t *first)
 static void check_stored(struct ckp_engine *engine, uint64_t at_least)
 {
     struct memory *memory = (struct memory *)engine->storage;
-    struct ckp_engine *reader = memory_start(memory_copy(memory->bytes, memory->storage.bytes), &options);
+    struct ckp_engine *reader = memory_start(memory_snapshot(memory), &options);
     struct ckp_checkpoint found[3];
     int count = ckp_list(reader, found, 3);
 
