@@ -20,6 +20,7 @@ from checkmate.shadow.rx.receiver import Damage, Event, OpComplete, Receiver, Rx
 sys.path.append(str(Path(__file__).parents[1]))
 from checkmate.config import CheckmateError
 from support.copies import AllReduce, Sender, gradients
+from support.threads import thread_names
 
 PATIENCE_S = 20
 CLONE_NEWNET = 0x40000000
@@ -131,8 +132,8 @@ def leave_torch_unpinned(link: Link) -> None:
         assert all(affinity == allowed for affinity in affinities.values()), affinities
         new.join()
         assert inherited == [allowed]
-        names = {(task / "comm").read_text().strip(): task.name for task in Path("/proc/self/task").iterdir()}
-        assert os.sched_getaffinity(int(names["checkmate-rx"])) == allowed
+        (receive,) = [thread for thread, name in thread_names().items() if name == "checkmate-rx"]
+        assert os.sched_getaffinity(receive) == allowed
 
 
 def see_driver_drops(link: Link) -> None:
