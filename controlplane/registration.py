@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,14 +15,13 @@ from checkmate.controlplane import messages
 from checkmate.controlplane.loop import LoopThread
 from checkmate.controlplane.messages import Alive, Challenge, Placed, Refused, Register, Registered
 from checkmate.protocol import ProtocolError
+from checkmate.strangers import Strangers
 from checkmate.topology import Topology
 
 _log = logging.getLogger("checkmate.registration")
 
 MAX_PENDING = 64
-"""Connections at most that have not proved yet who they are. One more ends the oldest of the address that has most of
-them: who opens many loses their own, and a shadow gets in however many there are."""
-
+"""Connections at most that have not proved yet who they are."""
 
 _COMPLAINTS = 60
 _MINUTE_S = 60.0
@@ -57,8 +56,7 @@ class RegistrationServer:
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._mirrored: frozenset[str] = frozenset()
-        self._pending: dict[asyncio.StreamWriter, str] = {}
-        self._flooded = False
+        self._pending = Strangers[asyncio.StreamWriter](MAX_PENDING, lambda writer: writer.transport.abort(), _log)
         self._complaints: deque[float] = deque(maxlen=_COMPLAINTS)
         self._server: asyncio.Server | None = None
 
@@ -122,8 +120,7 @@ class RegistrationServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = (writer.get_extra_info("peername") or ("a peer that left at once", 0))[:2]
         peer = f"{host}:{port}"
-        self._make_room()
-        self._pending[writer] = host
+        self._pending.enter(writer, host)
         try:
             await self._converse(reader, writer, peer)
         except TimeoutError:
@@ -133,7 +130,7 @@ class RegistrationServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             _log.debug("%s: the connection ended", peer)
         finally:
-            self._pending.pop(writer, None)
+            self._pending.leave(writer)
             writer.transport.abort()
 
     def _complain(self, peer: str, text: str) -> None:
@@ -142,19 +139,6 @@ class RegistrationServer:
         if len(self._complaints) < _COMPLAINTS or now - self._complaints[0] > _MINUTE_S:
             self._complaints.append(now)
             _log.warning("%s: %s", peer, text)
-
-    def _make_room(self) -> None:
-        """For one more pending connection; a flood is said once."""
-        if len(self._pending) < MAX_PENDING:
-            self._flooded = self._flooded and len(self._pending) > MAX_PENDING // 2
-            return
-        ((host, _),) = Counter(self._pending.values()).most_common(1)
-        oldest = next(writer for writer, its in self._pending.items() if its == host)
-        del self._pending[oldest]
-        oldest.transport.abort()
-        if not self._flooded:
-            _log.warning("%s: too many connections that do not register, the oldest ones are closed", host)
-        self._flooded = True
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         try:
@@ -167,7 +151,7 @@ class RegistrationServer:
                 writer.close()
                 await writer.wait_closed()
             return
-        if self._pending.pop(writer, None) is None:
+        if not self._pending.leave(writer):
             raise ConnectionAbortedError("it had to make room")
         session = _Session(writer, peer)
         self._enter(name, session)

@@ -1,8 +1,9 @@
 """The control server of a shadow: trainers prove that they hold the job token, then send records and seeds and restore.
 
-One thread for each connection, a bounded number of them; every read and write has a time-out, so that a slow or silent
-peer costs its own connection and nobody else's. Nothing is ever sent in a way that could make a trainer or the engine
-wait: acknowledgements that don't fit into the kernel's buffer are dropped.
+One thread for each connection, a bounded number of them, in which strangers can't take the places of those that have
+proved themselves. Every read and write has a time-out, so that a slow or silent peer costs its own connection and
+nobody else's. Nothing is ever sent in a way that could make a trainer or the engine wait: acknowledgements that don't
+fit into the kernel's buffer are dropped.
 """
 
 import contextlib
@@ -44,6 +45,7 @@ from checkmate.protocol import (
     receive,
 )
 from checkmate.shadow import messages
+from checkmate.strangers import Strangers
 from checkmate.tensors import manifest_bytes, receive_tensors, send_tensors
 
 log = logging.getLogger("checkmate.shadow")
@@ -86,11 +88,15 @@ def _physical_memory() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """``handshake_s``: for all of it. ``stall_s``: for one read or write. ``seed_bytes``: largest state accepted."""
+    """``handshake_s``: for all of it. ``stall_s``: for one read or write. ``seed_bytes``: largest state accepted.
+
+    ``connections``: past the handshake. ``strangers``: before it.
+    """
 
     handshake_s: float = 5.0
     stall_s: float = 10.0
     connections: int = 256
+    strangers: int = 64
     seed_bytes: int = field(default_factory=_physical_memory)
 
 
@@ -153,6 +159,7 @@ class ControlServer:
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._connections: dict[_Connection, threading.Thread] = {}
+        self._strangers = Strangers(self._limits.strangers, _Connection.abort, log)
         self._committed: int | None = None
         self._incarnation = 0
         self._stopping = threading.Event()
@@ -236,18 +243,21 @@ class ControlServer:
                     log.warning("control server: %s", error)
                     self._stopping.wait(0.1)  # out of descriptors, perhaps
                 continue
-            self._enter(_Connection(sock, f"{address[0]}:{address[1]}"))
+            self._enter(_Connection(sock, f"{address[0]}:{address[1]}"), address[0])
 
-    def _enter(self, connection: _Connection) -> None:
+    def _enter(self, connection: _Connection, host: str) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection,), name=f"shadow-{connection.peer}")
         with self._lock:
-            if self._stopping.is_set() or len(self._connections) >= self._limits.connections:
-                log.warning("%s: closed, there are %d connections", connection.peer, len(self._connections))
+            if self._stopping.is_set():
                 connection.sock.close()
                 return
-            thread = threading.Thread(target=self._serve, args=(connection,), name=f"shadow-{connection.peer}")
+            evicted = self._strangers.enter(connection, host)
+            leaving = self._connections.get(evicted) if evicted else None
             self._connections[connection] = thread
             self.counters["accepted"] += 1
         thread.start()
+        if leaving is not None:
+            leaving.join(self._limits.handshake_s)  # threads stay as few as connections; it ends at once
 
     def _serve(self, connection: _Connection) -> None:
         try:
@@ -266,11 +276,13 @@ class ControlServer:
             log.exception("%s: closed because of an error of the shadow's own", connection.peer)
         finally:
             with self._lock:
+                self._strangers.leave(connection)
                 self._connections.pop(connection, None)
             connection.sock.close()
 
     def _converse(self, connection: _Connection) -> None:
         hello = self._handshake(connection)
+        self._acquaint(connection)
         connection.sock.settimeout(self._limits.stall_s)
         match hello.purpose:
             case "records":
@@ -310,6 +322,15 @@ class ControlServer:
         if not all(type(n) is int for n in numbers) or not 0 <= hello.rank < hello.world or hello.incarnation < 0:
             raise _Denied(f"rank {hello.rank!r} of {hello.world!r}, incarnation {hello.incarnation!r} makes no sense")
         return hello
+
+    def _acquaint(self, connection: _Connection) -> None:
+        """It has proved who it is: no stranger can end it any more."""
+        with self._lock:
+            if not self._strangers.leave(connection):
+                raise ConnectionAbortedError("it had to make room")
+            known = len(self._connections) - len(self._strangers)
+        if known > self._limits.connections:
+            raise _Denied(f"this shadow has {self._limits.connections} connections, as many as it takes")
 
     def _admit(self, connection: _Connection, hello: Hello) -> None:
         reason = self._service.admit(hello)

@@ -26,6 +26,7 @@ VOCABULARY = {
     "rack",
     "rack_checks",
     "status",
+    "strangers",
     "tensors",
     "topology",
     "wire",

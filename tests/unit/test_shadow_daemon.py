@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from support.trainer import Trainer, adamw, differing, small_model
 from checkmate import plain
 from checkmate import status as local
 from checkmate.config import CheckmateError
-from checkmate.protocol import Boundary, Hello, Layout, Refused, State, StepRecord, prove, receive
+from checkmate.protocol import Boundary, Challenge, Hello, Layout, Refused, State, StepRecord, prove, receive
 from checkmate.shadow.control import Limits
 from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
@@ -590,7 +591,7 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path, 
 
 
 def test_connections_are_bounded_and_silence_is_ended(tmp_path: Path, receiver: FakeReceiver) -> None:
-    limits = Limits(handshake_s=0.3, stall_s=0.3, connections=4)
+    limits = Limits(handshake_s=0.3, stall_s=0.3, strangers=4)
     with Shadow(config(tmp_path, limits=limits), make_receiver=lambda _: receiver) as shadow:
         idle = [socket.create_connection(shadow.control, timeout=5) for _ in range(6)]
         begun = time.monotonic()
@@ -604,6 +605,29 @@ def test_connections_are_bounded_and_silence_is_ended(tmp_path: Path, receiver: 
         job.kill()
         for sock in idle:
             sock.close()
+
+
+def test_strangers_take_nobodys_place(tmp_path: Path, receiver: FakeReceiver) -> None:
+    limits = Limits(handshake_s=60, strangers=4)
+    with Shadow(config(tmp_path, limits=limits), make_receiver=lambda _: receiver) as shadow, ExitStack() as stack:
+        job = Job(shadow, receiver, Trainer(), world=1)
+        job.begin()
+        job.seed()
+        idle = [stack.enter_context(socket.create_connection(shadow.control, timeout=5)) for _ in range(12)]
+        for sock in idle[:8]:
+            while sock.recv(100):
+                pass
+        job.step()
+        assert restored(job, 0)[0].step == 1
+        assert all(isinstance(receive(sock), Challenge) for sock in idle[-3:])
+        job.kill()
+
+
+def test_who_is_one_too_many_is_told_so(tmp_path: Path, receiver: FakeReceiver) -> None:
+    with Shadow(config(tmp_path, limits=Limits(connections=0)), make_receiver=lambda _: receiver) as shadow:
+        job = Job(shadow, receiver, Trainer(), world=1)
+        with pytest.raises(ShadowError, match="has 0 connections, as many as it takes"):
+            job.begin()
 
 
 def test_export_loads_into_plain_pytorch(job: Job, tmp_path: Path) -> None:
