@@ -249,7 +249,7 @@ class Engine:
                 yield State(None), []
                 return
             description, manifest, tensors = committed.replica.pack()
-            boundary = committed.boundaries.get(rank, {})
+            boundary = committed.boundaries.get(rank) or committed.boundaries.get(0, {})  # a rank that was not there
             yield State(committed.replica.step, description, manifest, boundary), tensors
 
     def _call(self, work: Callable[[], T]) -> T:

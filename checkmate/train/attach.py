@@ -59,7 +59,7 @@ def attach_unless(
     parts: tuple[Settings, TagPlugin, RankState, Masters] | None = None
     if problem is None:
         try:
-            state = RankState(ddp.module, optimizer, stateful)
+            state = RankState(ddp.module, optimizer, stateful, peers.rank, peers.world)
             state.check()
             parts = Settings.from_environment(), load_plugin(), state, Masters(ddp.module, masters)
         except (CheckmateError, OSError) as error:

@@ -21,7 +21,7 @@ from checkmate.tensors import pack_group, set_group
 from checkmate.train import registry, rng
 from checkmate.train.data import TRACKER
 
-VERSION = 2
+VERSION = 3
 
 
 @runtime_checkable
@@ -43,7 +43,10 @@ class RankState:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         stateful: Mapping[str, Stateful],
+        rank: int,
+        world: int,
     ) -> None:
+        self._rank, self._world = rank, world
         self._module = module
         self._optimizer = optimizer
         self._positions = {name: item for name, item in stateful.items() if hasattr(item, "__iter__")}
@@ -82,15 +85,21 @@ class RankState:
         random_states = rng.capture() if at_forward or after["rng"] is None else None
         after["rng"] = after["rng"] or random_states
         now = {"rng": random_states if at_forward else None, "data": TRACKER.progress(), **self._at_forward()}
-        return {"version": VERSION, "after": after, "forward": now}
+        return {"version": VERSION, "rank": self._rank, "world": self._world, "after": after, "forward": now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state that ``take`` returned; ``first_forward`` completes it. There is none before step 1."""
+        """Take up the state that ``take`` returned; ``first_forward`` completes it. There is none before step 1.
+
+        A rank that did not exist then is given another's: it keeps its own random numbers.
+        """
         if "after" not in state:
             return
         if state.get("version") != VERSION:
             raise CheckmateError(f"the stored rank state has version {state.get('version')}, this one reads {VERSION}")
         after, now = state["after"], state["forward"]
+        if state["rank"] != self._rank:
+            own = rng.capture()
+            after, now = {**after, "rng": own}, {**now, "rng": own}
         _load(self._positions, after["stateful"])
         _load(self._others, now["stateful"])
         self._set_groups(now["groups"])
@@ -101,7 +110,7 @@ class RankState:
         if now["buffers"] is not None:
             self._buffers_change = True
             _load_buffers(self._module, now["buffers"])
-        TRACKER.replay(after["data"], now["data"], after["rng"])
+        TRACKER.replay(after["data"], now["data"], after["rng"], state["world"] != self._world)
         rng.apply(after["rng"])
         self._awaited = now
 

@@ -25,19 +25,32 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from checkmate.config import CheckmateError
 from checkmate.train import rng
 
 Position = dict[str, Any]
 """Of one loader: {"started": epochs, "batches": int | None (that epoch is over), "generators": [bytes]}, and of an
 epoch under way "at_iter" (random states when it began), "iter_generators" and "at_first" (random states at its first
-index), and "ahead" where a batch was drawn that is not among "batches" (random states when it was drawn)."""
+index), "samples" (of the dataset that a batch takes over all ranks, None: not known), and "ahead" where a batch was
+drawn that is not among "batches" (random states when it was drawn)."""
 
 Progress = dict[str, Any]
 """Of one loader since the positions were taken: {"epoch": the one under way or None}, and of one that began since
 "started", "at_iter" and "iter_generators"."""
+
+
+_WHOLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class _Mode(Enum):
@@ -78,6 +91,7 @@ class _Loader:
                 "at_iter": self.at_iter,
                 "iter_generators": self.iter_generators,
                 "at_first": self.at_first,
+                "samples": None if loader is None else _samples(loader),
             }
             if self.ahead is not None:
                 position |= {"batches": position["batches"] - 1, "ahead": self.ahead}
@@ -108,6 +122,7 @@ class LoaderTracker:
         self._replay: dict[int, Position] = {}
         self._beginnings: dict[int, Progress] = {}
         self._at_fetch: dict[str, Any] | None = None
+        self._other_world = False
         self._undo: Callable[[], None] | None = None
 
     def install(self) -> None:
@@ -161,13 +176,20 @@ class LoaderTracker:
         """Of all loaders since ``positions``, in the order of first iteration."""
         return [loader.progress() for loader in self._loaders]
 
-    def replay(self, positions: Sequence[Position], later: Sequence[Progress], at_fetch: dict[str, Any]) -> None:
+    def replay(
+        self,
+        positions: Sequence[Position],
+        later: Sequence[Progress],
+        at_fetch: dict[str, Any],
+        other_world: bool = False,
+    ) -> None:
         """Bring the loaders to ``positions``, those just after a step.
 
         ``later``: ``progress`` at the first forward after it; an epoch that was not under way any more is over, even
-        if batches were left. ``at_fetch``: random states with which the next batch is drawn.
+        if batches were left. ``at_fetch``: random states with which the next batch is drawn. ``other_world``: the
+        positions are of another number of ranks.
         """
-        self._at_fetch = at_fetch
+        self._at_fetch, self._other_world = at_fetch, other_world
         self._beginnings = {index: progress for index, progress in enumerate(later) if "started" in progress}
         for index, (position, progress) in enumerate(zip(positions, later, strict=False)):
             is_over = progress["epoch"] != position["started"]
@@ -224,6 +246,7 @@ class LoaderTracker:
     def _continue(
         self, entry: _Loader, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], goal: Position
     ) -> Any:
+        batches = self._batches(loader, goal)
         states = self._at_fetch or rng.capture()
         entry.at_iter, entry.at_first = goal["at_iter"], goal["at_first"]
         entry.iter_generators = goal["iter_generators"]
@@ -232,15 +255,30 @@ class LoaderTracker:
         if isinstance(loader.dataset, IterableDataset):
             entry.skipped = 0
             iterator = self._open(entry, loader, original)
-            _discard(iterator, goal["batches"])
+            _discard(iterator, batches)
         else:
-            entry.skipped = goal["batches"]
+            entry.skipped = batches
             iterator = self._open(entry, loader, original, _Mode.REPLAY)
         if goal.get("ahead") is not None:
             rng.apply(goal["ahead"])
             iterator = itertools.chain([next(iterator)], iterator)
         rng.apply(states)
         return iterator
+
+    def _batches(self, loader: DataLoader[Any], goal: Position) -> int:
+        """How many batches of this loader hold the samples that the position's had: rather fewer, so that a sample is
+        seen twice than never."""
+        batches: int = goal["batches"]
+        before, now = goal["samples"], _samples(loader)
+        if before is not None and now is not None:
+            return batches * int(before) // now
+        if self._other_world:
+            raise CheckmateError(
+                "the restored position of a DataLoader is of another number of ranks, and how its samples are split "
+                "over ranks is not known: use a torch DistributedSampler, or give your sampler `num_replicas`, or "
+                "start with as many ranks as before"
+            )
+        return batches
 
     def _open(
         self,
@@ -291,6 +329,18 @@ class _WatchedSampler:
         else:
             self._entry.at_first = rng.capture()
         yield from inner
+
+
+def _samples(loader: DataLoader[Any]) -> int | None:
+    """Samples of the dataset that one batch takes over all ranks, None: not known.
+
+    A sampler that splits the dataset over ranks has ``num_replicas``; torch's others give all of it to every rank.
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or (batches is not None and type(batches) is not BatchSampler):
+        return None
+    replicas = getattr(sampler, "num_replicas", 1 if type(sampler) in _WHOLE else None)
+    return None if replicas is None else (1 if batches is None else batches.batch_size) * int(replicas)
 
 
 def _discard(items: Iterator[Any], count: int) -> None:

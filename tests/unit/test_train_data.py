@@ -19,6 +19,7 @@ from torch.utils.data import (
     Sampler,
 )
 
+from checkmate.config import CheckmateError
 from checkmate.train import rng
 from checkmate.train.data import LoaderTracker
 
@@ -98,13 +99,13 @@ def run(tracker: LoaderTracker, script: Script, seed: int, stop_after: int | Non
     return seen, after and {"after": after, "data": positions, "progress": tracker.progress()}
 
 
-def resume(tracker: LoaderTracker, script: Script, state: Any) -> list[Tensor]:
+def resume(tracker: LoaderTracker, script: Script, state: Any, other_world: bool = False) -> list[Tensor]:
     """What a restarted script sees: its own seeds differ, and resume happens at its first loader."""
     seed_all(999)
 
     def restore() -> None:
         tracker.before_iterate = None
-        tracker.replay(state["data"], state["progress"], state["after"])
+        tracker.replay(state["data"], state["progress"], state["after"], other_world)
         rng.apply(state["after"])
 
     tracker.before_iterate = restore
@@ -303,3 +304,36 @@ def test_following_changes_nothing(tracker: Callable[[], LoaderTracker]) -> None
     seed_all(4)
     assert [b.tolist() for b in SCRIPTS["shuffled"]()] == unfollowed
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def rank_of(rank: int, world: int, batch: int) -> Script:
+    """Two epochs of 48 items, split over ranks."""
+    return epochs(lambda: DataLoader((d := Noisy(48)), batch, sampler=DistributedSampler(d, world, rank, seed=3)), 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "seen_twice"),
+    [((4, 3), (3, 4), 0), ((4, 2), (2, 4), 0), ((2, 2), (4, 2), 4), ((4, 2), (3, 2), 0), ((2, 2), (2, 3), 0)],
+)
+def test_another_number_of_ranks_goes_on_where_all_of_them_stopped(
+    before: tuple[int, int], now: tuple[int, int], seen_twice: int, tracker: Callable[[], LoaderTracker]
+) -> None:
+    """(ranks, batch of each): after three steps no sample of the epoch is left out, at most a step's are repeated."""
+    seen: list[int] = []
+    for rank in range(before[0]):
+        batches, state = run(tracker(), rank_of(rank, *before), seed=rank, stop_after=3)
+        seen += [int(item) for batch in batches for item in batch[:, 0]]
+    rest: list[int] = []
+    for rank in range(now[0]):  # all from the last rank's state, as ranks that did not exist before
+        batches = resume(tracker(), rank_of(rank, *now), state, other_world=True)
+        items = [int(item) for batch in batches for item in batch[:, 0]]
+        rest += items[: len(items) - 48 // now[0]]  # without the second epoch
+    assert sorted(set(seen + rest)) == list(range(48))
+    assert len(seen + rest) == 48 + seen_twice
+
+
+@pytest.mark.parametrize("name", ["eager sampler", "iterable"])
+def test_a_position_that_cannot_be_split_otherwise_is_refused(name: str, tracker: Callable[[], LoaderTracker]) -> None:
+    _, state = run(tracker(), SCRIPTS[name], seed=1, stop_after=2)
+    with pytest.raises(CheckmateError, match=r"another number of ranks.*DistributedSampler"):
+        resume(tracker(), SCRIPTS[name], state, other_world=True)

@@ -88,6 +88,33 @@ def script(scheduler_name: str, optimizer_name: str, stop: int | None = None) ->
     return losses, final | {"lr": torch.tensor([group["lr"] for group in optimizer.param_groups])}
 
 
+def run_until(
+    stop: int,
+    names: tuple[str, str],
+    killed: FakeShadow,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restarted: Callable[[], None],
+) -> list[float]:
+    """Losses of a script that is killed after a step whose state this shadow then holds."""
+    use(killed, tmp_path, monkeypatch)
+    send = checkpoint_module.Checkpoint._send_boundary
+
+    def send_boundary(self: Any, at_forward: bool) -> None:
+        if self._step == stop:
+            self._seeder.request("test")
+        send(self, at_forward)
+        if self._step == stop:
+            assert self._seeder.wait(10)  # the kill that follows would break it off
+
+    restarted()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module.Checkpoint, "_send_boundary", send_boundary)
+        losses, _ = script(*names, stop)
+    assert killed.wait(lambda: stop in killed.complete_steps())
+    return losses
+
+
 @pytest.mark.parametrize(
     ("scheduler", "optimizer", "stop"),
     [
@@ -111,21 +138,7 @@ def test_a_restored_run_continues_bit_for_bit(
 ) -> None:
     losses, final = script(scheduler, optimizer)
     killed = FakeShadow(1)
-    use(killed, tmp_path, monkeypatch)
-    send = checkpoint_module.Checkpoint._send_boundary
-
-    def send_boundary(self: Any, at_forward: bool) -> None:
-        if self._step == stop:
-            self._seeder.request("test")
-        send(self, at_forward)
-        if self._step == stop:
-            assert self._seeder.wait(10)  # the kill that follows would break it off
-
-    restarted()
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.Checkpoint, "_send_boundary", send_boundary)
-        first, _ = script(scheduler, optimizer, stop)
-    assert killed.wait(lambda: stop in killed.complete_steps())
+    first = run_until(stop, (scheduler, optimizer), killed, tmp_path, monkeypatch, restarted)
     restored = FakeShadow(1)
     restored.hold(killed, stop)
     use(restored, tmp_path, monkeypatch)
@@ -137,6 +150,28 @@ def test_a_restored_run_continues_bit_for_bit(
     assert restored.of(StepRecord)[0].step == stop + 1
     for fake in (killed, restored):
         fake.close()
+
+
+def test_a_rank_that_was_not_there_takes_up_anothers_state_but_its_own_random_numbers(
+    shadow: FakeShadow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: Callable[[], None]
+) -> None:
+    losses, final = script("lambda", "sgd")
+    stop, rates = 4, []
+    for rank, world in ((0, 1), (1, 2)):  # who left the state
+        killed = FakeShadow(1)
+        run_until(stop, ("lambda", "sgd"), killed, tmp_path, monkeypatch, restarted)
+        restored = FakeShadow(1)
+        restored.hold(killed, stop)
+        restored.states[0][0].boundary.update(rank=rank, world=world)
+        use(restored, tmp_path, monkeypatch)
+        restarted()
+        rest, resumed = script("lambda", "sgd")
+        assert len(rest) == len(losses) - stop
+        assert (rest == losses[stop:]) == (rank == 0), "dropout must differ between ranks"
+        rates.append(resumed["lr"])
+        for fake in (killed, restored):
+            fake.close()
+    assert torch.equal(rates[0], rates[1]) and torch.equal(rates[0], final["lr"])
 
 
 def test_state_that_does_not_fit_is_refused(
