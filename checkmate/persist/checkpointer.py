@@ -220,7 +220,7 @@ class Checkpointer:
             if self._file.engine is None:
                 raise
             return self._failed(error, number)
-        pinned = self._pin(engine) if any(span.memory.is_cuda for span in packed.spans.values()) else None
+        pinned = self._pin(engine) if any(span.storage.is_cuda for span in packed.spans.values()) else None
         try:
             snapshot = Snapshot(packed, ticket, engine.about().options.chunk_bytes, pinned, self._timeout_s)
             snapshot.start()

@@ -34,12 +34,12 @@ class DeviceCopy:
         self._ticket = ticket
         self._timeout_s = timeout_s
         spans = list(packed.spans.values())
-        cuda_bytes = max((span.end for span in spans if span.memory.is_cuda), default=0)
+        cuda_bytes = max((span.end for span in spans if span.storage.is_cuda), default=0)
         self.end = min(packed.data_bytes, -(-cuda_bytes // chunk_bytes) * chunk_bytes)
         chunks = chunk_pieces(spans, chunk_bytes)
         self._chunks = [(chunk, pieces) for chunk, pieces in chunks if chunk * chunk_bytes < self.end]
         self._chunk_bytes = chunk_bytes
-        devices = {span.memory.device for span in spans if span.memory.is_cuda}
+        devices = {span.storage.device for span in spans if span.storage.is_cuda}
         self._streams = {device: _stream(device) for device in devices}
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # the state is as of the call of save

@@ -138,7 +138,7 @@ def read_state(engine: Engine, checkpoint: Checkpoint, map_location: MapLocation
             offset, nbytes = chunk * checkpoint.chunk_bytes, sum(piece[2] for piece in pieces)
             span, start, _ = pieces[0]
             if len(pieces) == 1:  # straight to its place
-                engine.read(checkpoint.counter, offset, (span.memory.data_ptr() + start, nbytes))
+                engine.read(checkpoint.counter, offset, (span.address + start, nbytes))
                 continue
             part = memoryview(scratch)[:nbytes]
             engine.read(checkpoint.counter, offset, part)

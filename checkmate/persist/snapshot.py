@@ -1,14 +1,19 @@
 """From live tensors to the engine's staging buffers, and how long their owner must wait before changing them."""
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
 from checkmate.persist.device import DeviceCopy, PinnedPool
-from checkmate.persist.engine import PersistError, Ticket
+from checkmate.persist.engine import Part, PersistError, Ticket
 from checkmate.persist.state import MemoryKey, Packed, Span, StateError
+
+_FEW_BYTES = 1 << 16
+"""Copied sooner than a thread that does it would be awake."""
 
 Check = Callable[[Span], bool]
 
@@ -32,6 +37,7 @@ class Snapshot:
         self._versions = [(tensor, _version(tensor), span) for tensor, span in packed.tensors]
         self._device = DeviceCopy(packed, ticket, chunk_bytes, pinned, timeout_s) if pinned else None
         self._lock = threading.Lock()
+        self._copies: list[Any] = []
         self._released: set[int] = set()
         """Offsets of the spans that their owner may change."""
         self._problem: Exception | None = None
@@ -39,10 +45,22 @@ class Snapshot:
     def start(self) -> None:
         """Give the CPU's memory to the engine. Raises PersistError."""
         first = self._device.end if self._device else 0
+        parts: list[Part] = []
         for span in self._spans.values():
             skip = max(0, first - span.offset)
-            if skip < span.nbytes:
-                self._ticket.write(span.offset + skip, (span.memory.data_ptr() + skip, span.nbytes - skip))
+            if not skip and not span.gated and span.nbytes <= _FEW_BYTES:
+                parts.append((span.offset, self._copied(span), span.nbytes))
+            elif skip < span.nbytes:
+                parts.append((span.offset + skip, span.address + skip, span.nbytes - skip))
+        self._ticket.write_parts(parts)
+
+    def _copied(self, span: Span) -> int:
+        """Address of a copy, so that the span may change now."""
+        copy = ctypes.create_string_buffer(span.nbytes)
+        ctypes.memmove(copy, span.address, span.nbytes)
+        self._copies.append(copy)
+        self._released.add(span.offset)
+        return ctypes.addressof(copy)
 
     def settle(self) -> None:
         """Wait until everything that isn't gated is copied."""
@@ -68,7 +86,7 @@ class Snapshot:
         with self._lock:
             self._check(lambda span: span.offset not in self._released)
             self._released.update(span.offset for span in self._spans.values())
-            self._spans, self._versions = {}, []  # what was saved may be freed
+            self._spans, self._versions, self._copies = {}, [], []  # what was saved may be freed
             if self._problem:
                 raise self._problem
 

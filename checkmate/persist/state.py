@@ -41,22 +41,30 @@ class StateError(CheckmateError):
 
 @dataclass(frozen=True)
 class Span:
-    """``memory``: live bytes, a 1-d uint8 tensor on any device. They are at ``offset`` of the checkpoint's data.
+    """``nbytes`` live bytes from ``first`` of a storage on any device. They are at ``offset`` of the checkpoint's data.
 
     ``gated``: only the optimizer's step changes them, which waits for their copy.
     """
 
-    memory: Tensor
+    storage: torch.UntypedStorage
+    first: int
+    nbytes: int
     offset: int
     gated: bool = False
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        return self.memory.numel()
 
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
+
+    @property
+    def address(self) -> int:
+        return self.storage.data_ptr() + self.first
+
+    @functools.cached_property
+    def memory(self) -> Tensor:
+        """The bytes as a 1-d uint8 tensor."""
+        memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return memory.set_(self.storage, self.first, (self.nbytes,), (1,))
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def pack(state: Any, gated: Collection[MemoryKey] = ()) -> Packed:
         "version": VERSION,
         "tree": tree,
         "tensors": [_describe(tensor, numbers.get(key, -1), spans.get(key)) for tensor, key in live],
-        "spans": [[span.nbytes, str(span.memory.device)] for span in spans.values()],
+        "spans": [[span.nbytes, _name_of_device(key[0])] for key, span in spans.items()],
     }
     data_bytes = sum(span.nbytes for span in spans.values())
     return Packed(manifest, spans, [(tensor, spans[key]) for tensor, key in live if key in spans], data_bytes)
@@ -130,7 +138,7 @@ class Stored:
             raise StateError(f"the manifest describes other data than the {data_bytes} bytes that are stored")
         spans, offset = [], 0
         for nbytes, _ in sizes:
-            spans.append(Span(torch.empty(nbytes, dtype=torch.uint8), offset))
+            spans.append(Span(torch.empty(nbytes, dtype=torch.uint8).untyped_storage(), 0, nbytes, offset))
             offset += nbytes
         return cls(manifest, spans, [device for _, device in sizes])
 
@@ -176,11 +184,9 @@ class _Pieces:
     def spans(self, gated: Collection[MemoryKey]) -> dict[MemoryKey, Span]:
         """One after the other, CUDA first: what has to be copied from devices is in as few chunks as can be."""
         spans, offset = {}, 0
-        for key in sorted(self.used, key=lambda key: (key[0].type == "cpu", key in gated)):
+        for key in sorted(self.used, key=lambda key: (not self.used[key][0].is_cuda, key in gated)):
             storage, first, last = self.used[key]
-            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            memory.set_(storage, first, (last - first,), (1,))
-            spans[key] = Span(memory, offset, key in gated)
+            spans[key] = Span(storage, first, last - first, offset, key in gated)
             offset += last - first
         return spans
 
@@ -191,17 +197,21 @@ def memory_key(tensor: Tensor) -> MemoryKey:
 
 
 def _describe(tensor: Tensor, number: int, span: Span | None) -> list[Any]:
-    dtype, shape, stride = _name(tensor.dtype), list(tensor.shape), list(tensor.stride())
+    dtype, shape, stride = _name(tensor.dtype), tensor.shape, tensor.stride()
     if span is None:
-        return [-1, dtype, shape, stride, str(tensor.device), False, False]
-    # The span's own storage offset is in bytes: it is a tensor of uint8.
-    first = tensor.storage_offset() - span.memory.storage_offset() // tensor.element_size()
+        return [-1, dtype, shape, stride, _name_of_device(tensor.device), False, False]
+    first = tensor.storage_offset() - span.first // tensor.element_size()
     return [number, dtype, shape, stride, first, tensor.is_conj(), tensor.is_neg()]
 
 
 @functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _name_of_device(device: torch.device) -> str:
+    return str(device)
 
 
 def _rebuild(entry: Sequence[Any], memories: Sequence[Tensor]) -> Tensor:
@@ -232,12 +242,12 @@ def _destination(device: str, map_location: MapLocation) -> Device:
 
 
 def _require_plain(tensor: Tensor, where: str) -> None:
-    kind = type(tensor).__name__
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise StateError(f"{where} is a sparse or quantized tensor, which cannot be stored; make it dense")
     if is_traceable_wrapper_subclass(tensor):
+        kind = type(tensor).__name__
         raise StateError(f"{where} is a {kind}: only plain tensors can be stored; for a DTensor give its to_local()")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise StateError(f"{where} is on device {tensor.device}: only tensors on cpu and cuda can be stored")
 
 

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,10 @@ class Ticket:
 
     def write(self, offset: int, memory: object) -> None:
         self._sources.append((offset, memory))
+
+    def write_parts(self, parts: Iterable[tuple[int, int, int]]) -> None:
+        for offset, address, nbytes in parts:
+            self.write(offset, (address, nbytes))
 
     def wait_copied(self, timeout_s: float, offset: int = 0, nbytes: int | None = None) -> None:
         deadline = time.monotonic() + timeout_s

@@ -20,6 +20,8 @@ from checkmate.tensors import is_same
 __all__ = ["memory_engine"]
 pytestmark = pytest.mark.usefixtures("memory_engine")
 PATIENCE_S = 20.0
+LARGE = {"large": torch.zeros(1 << 15)}
+"""Threads of the engine copy it."""
 
 
 class Trainer:
@@ -73,10 +75,10 @@ def opened(tmp_path: Path, trainer: Trainer, **options: object) -> Checkpointer:
 
 
 def test_without_attach_save_returns_when_all_is_copied(tmp_path: Path, trainer: Trainer) -> None:
-    with opened(tmp_path, trainer) as checkpointer:
+    with opened(tmp_path, trainer, capacity=1 << 20) as checkpointer:
         engine = held(checkpointer.path)
         engine.copying.clear()
-        with blocked(lambda: checkpointer.save(trainer.state(), 1)):
+        with blocked(lambda: checkpointer.save(LARGE, 1)):
             engine.copying.set()
 
 
@@ -141,12 +143,28 @@ def test_parameters_without_gradient_are_not_waited_for(tmp_path: Path, trainer:
 
 def test_buffers_are_copied_before_save_returns(tmp_path: Path, trainer: Trainer) -> None:
     """A forward pass changes them: no optimizer's hook could protect them."""
-    with opened(tmp_path, trainer) as checkpointer:
+    with opened(tmp_path, trainer, capacity=1 << 20) as checkpointer:
         checkpointer.attach(trainer.optimizer)
         engine = held(checkpointer.path)
         engine.copying.clear()
-        with blocked(lambda: checkpointer.save(trainer.state(), 1)):
+        with blocked(lambda: checkpointer.save({**trainer.state(), "buffers": LARGE}, 1)):
             engine.copying.set()
+
+
+def test_few_bytes_are_copied_by_the_caller(tmp_path: Path, trainer: Trainer) -> None:
+    with opened(tmp_path, trainer) as checkpointer:
+        checkpointer.attach(trainer.optimizer)
+        engine = held(checkpointer.path)
+        mean = trainer.model[1].running_mean
+        was = mean.clone()
+        engine.copying.clear()
+        future = checkpointer.save(trainer.state(), 1)  # returns
+        mean.add_(1.0)
+        engine.copying.set()
+        future.result(PATIENCE_S)
+        loaded = checkpointer.load()
+        assert loaded
+        assert is_same(loaded.state["model"]["1.running_mean"], was)
 
 
 def test_a_change_that_is_no_step_makes_the_save_fail(tmp_path: Path, trainer: Trainer) -> None:

@@ -197,7 +197,7 @@ def test_any_bytes_as_a_manifest(data: bytes) -> None:
 def test_chunks_cover_all_bytes_once(sizes: list[int], chunk_bytes: int) -> None:
     spans, offset = [], 0
     for size in sizes:
-        spans.append(Span(torch.empty(size, dtype=torch.uint8), offset))
+        spans.append(Span(torch.empty(size, dtype=torch.uint8).untyped_storage(), 0, size, offset))
         offset += size
     position = 0
     for number, (chunk, pieces) in enumerate(chunk_pieces(spans, chunk_bytes)):

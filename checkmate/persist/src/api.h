@@ -77,6 +77,13 @@ struct ckp_checkpoint {
     uint32_t published; /* 0: complete, but never committed */
 };
 
+/* Bytes that a checkpoint holds at an offset. */
+struct ckp_part {
+    uint64_t offset;
+    const void *data;
+    uint64_t bytes;
+};
+
 enum ckp_state {
     CKP_COMMITTED = 1,  /* durable, and the newest */
     CKP_SUPERSEDED = 2, /* durable and readable; a newer one had been committed before it */
@@ -107,7 +114,7 @@ int ckp_begin(struct ckp_engine *engine, uint64_t step, uint64_t data_bytes, uin
 
 /* Give bytes of a checkpoint, in any order, each byte once. Returns at once; the memory is read later, when all bytes
  * of a chunk were given, and must stay unchanged until ckp_wait_copied says so, or until ckp_abort returned. */
-int ckp_write(struct ckp_engine *engine, uint64_t ticket, uint64_t offset, const void *data, uint64_t bytes,
+int ckp_write(struct ckp_engine *engine, uint64_t ticket, const struct ckp_part *parts, uint64_t count,
               struct ckp_error *error);
 
 /* Instead of ckp_write, for one whole chunk: lend its staging buffer to be filled in place, then give it back. */

@@ -125,29 +125,32 @@ static int range_fits(const struct ckp_ticket *ticket, uint64_t offset, uint64_t
                     offset + bytes, ticket->data_bytes);
 }
 
-/* A wrong write fails the ticket: a part of it may have been noted already. */
-static int give(struct ckp_engine *engine, struct ckp_ticket *ticket, uint64_t offset, const uint8_t *data,
-                uint64_t bytes, struct ckp_error *error)
+/* Bytes that were given before fail the ticket: a part of the write may have been noted already. */
+static int give(struct ckp_engine *engine, struct ckp_ticket *ticket, struct ckp_part part, struct ckp_error *error)
 {
     uint64_t size = engine->options.chunk_bytes;
+    const uint8_t *data = part.data;
+    int result = range_fits(ticket, part.offset, part.bytes, error);
 
-    while (bytes) {
-        uint64_t in_chunk = offset % size;
-        uint64_t part = bytes < size - in_chunk ? bytes : size - in_chunk;
-        int result = ckp_chunk_give(&ticket->chunks[offset / size], in_chunk, data, part, error);
+    if (result)
+        return result;
+    while (part.bytes) {
+        uint64_t in_chunk = part.offset % size;
+        uint64_t bytes = part.bytes < size - in_chunk ? part.bytes : size - in_chunk;
+        result = ckp_chunk_give(&ticket->chunks[part.offset / size], in_chunk, data, bytes, error);
         if (result) {
             ckp_ticket_fail(engine, ticket, error);
             ckp_ticket_settle(engine, ticket);
             return result;
         }
-        data += part;
-        offset += part;
-        bytes -= part;
+        data += bytes;
+        part.offset += bytes;
+        part.bytes -= bytes;
     }
     return 0;
 }
 
-int ckp_write(struct ckp_engine *engine, uint64_t ticket, uint64_t offset, const void *data, uint64_t bytes,
+int ckp_write(struct ckp_engine *engine, uint64_t ticket, const struct ckp_part *parts, uint64_t count,
               struct ckp_error *error)
 {
     struct ckp_ticket *found;
@@ -156,10 +159,8 @@ int ckp_write(struct ckp_engine *engine, uint64_t ticket, uint64_t offset, const
     if (result)
         return result;
     result = ckp_ticket_usable(engine, ticket, &found, error);
-    if (!result)
-        result = range_fits(found, offset, bytes, error);
-    if (!result)
-        result = give(engine, found, offset, data, bytes, error);
+    for (uint64_t i = 0; i < count && !result; i++)
+        result = give(engine, found, parts[i], error);
     pthread_mutex_unlock(&engine->lock);
     return result;
 }

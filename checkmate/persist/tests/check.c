@@ -9,7 +9,7 @@ int save(struct ckp_engine *engine, uint64_t step, uint64_t bytes, uint32_t publ
     CHECK(data);
     fill_content(data, step, bytes);
     if (!result) {
-        result = ckp_write(engine, *counter, 0, data, bytes, error);
+        result = give(engine, *counter, 0, data, bytes, error);
         if (!result)
             result = ckp_finish(engine, *counter, &step, sizeof step, publish, error);
         if (!result)

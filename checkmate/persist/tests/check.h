@@ -76,6 +76,13 @@ static inline int has_content(const uint8_t *data, uint64_t step, uint64_t bytes
     return 1;
 }
 
+/* Give one part. */
+static inline int give(struct ckp_engine *engine, uint64_t ticket, uint64_t offset, const void *data, uint64_t bytes,
+                       struct ckp_error *error)
+{
+    return ckp_write(engine, ticket, &(struct ckp_part){offset, data, bytes}, 1, error);
+}
+
 /* Save a checkpoint in one piece, with its step as metadata; returns the ticket's result. */
 int save(struct ckp_engine *engine, uint64_t step, uint64_t bytes, uint32_t publish, uint64_t *counter, uint32_t *state,
          struct ckp_error *error);

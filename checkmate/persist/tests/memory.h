@@ -27,7 +27,7 @@ struct history {
 struct memory {
     struct ckp_storage storage;
     uint8_t *bytes;
-    pthread_rwlock_t whole; /* writes share it, so that it orders none of them; who copies the bytes has it alone */
+    pthread_rwlock_t whole;  /* writes share it, so that it orders none of them; who copies the bytes has it alone */
     struct history *history; /* NULL: not noted */
     /* Called before a write (`io`) or a flush (NULL); may wait; its result, 0 or -errno, is what becomes of it. */
     int (*hook)(void *context, const struct ckp_io *io);

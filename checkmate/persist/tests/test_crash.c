@@ -67,7 +67,7 @@ static void give_up(struct saver *saver)
 
     fill_content(data, 1, sizeof data);
     OK(ckp_begin(saver->engine, 1, DATA_BYTES, 0, WAIT_MS, &counter, &error));
-    OK(ckp_write(saver->engine, counter, CKP_BLOCK, data, sizeof data, &error));
+    OK(give(saver->engine, counter, CKP_BLOCK, data, sizeof data, &error));
     OK(ckp_abort(saver->engine, counter, &error));
 }
 

@@ -125,9 +125,9 @@ static void test_pieces_in_any_order(void)
     uint64_t counter = begin(engine, 5, bytes);
     for (unsigned i = 0; i < pieces; i++) {
         uint64_t left = bytes - order[i];
-        OK(ckp_write(engine, counter, order[i], data + order[i], left < 37 ? left : 37, &error));
+        OK(give(engine, counter, order[i], data + order[i], left < 37 ? left : 37, &error));
     }
-    OK(ckp_write(engine, counter, 40, data, 0, &error)); /* a tensor of no elements */
+    OK(give(engine, counter, 40, data, 0, &error)); /* a tensor of no elements */
     OK(ckp_wait_copied(engine, counter, 0, bytes, WAIT_MS, &error));
     memset(data, 0, sizeof data); /* the source is free */
     CHECK_EQ(finish(engine, counter, 5, 1), CKP_COMMITTED);
@@ -177,20 +177,20 @@ static void test_wrong_calls(void)
 
     REFUSED(EFBIG, ckp_begin(engine, 1, 4 * CHUNK + 1, 0, 0, &counter, &error));
     REFUSED(EFBIG, ckp_begin(engine, 1, 1, CKP_BLOCK + 1, 0, &counter, &error));
-    REFUSED(CKP_NOT_FOUND, ckp_write(engine, 77, 0, data, 1, &error));
+    REFUSED(CKP_NOT_FOUND, give(engine, 77, 0, data, 1, &error));
     REFUSED(CKP_NOT_FOUND, ckp_wait(engine, 77, 0, &state, &error));
     REFUSED(CKP_NOT_FOUND, ckp_read(engine, 77, 0, data, 1, &error));
     counter = begin(engine, 1, 2 * CHUNK);
     REFUSED(ETIMEDOUT, ckp_begin(engine, 2, 1, 0, 20, &(uint64_t){0}, &error)); /* N is 1 */
-    REFUSED(EINVAL, ckp_write(engine, counter, 2 * CHUNK, data, 1, &error));
-    REFUSED(EINVAL, ckp_write(engine, counter, UINT64_MAX, data, 2, &error));
-    OK(ckp_write(engine, counter, 0, data, CHUNK + 5, &error));
+    REFUSED(EINVAL, give(engine, counter, 2 * CHUNK, data, 1, &error));
+    REFUSED(EINVAL, give(engine, counter, UINT64_MAX, data, 2, &error));
+    OK(give(engine, counter, 0, data, CHUNK + 5, &error));
     REFUSED(CKP_GAP, ckp_finish(engine, counter, NULL, 0, 1, &error));
     REFUSED(EFBIG, ckp_finish(engine, counter, data, 9, 1, &error));
     REFUSED(ETIMEDOUT, ckp_wait_copied(engine, counter, 0, 2 * CHUNK, 20, &error));
     OK(ckp_wait_copied(engine, counter, 0, CHUNK, WAIT_MS, &error));
-    REFUSED(EINVAL, ckp_write(engine, counter, CHUNK + 4, data, 2, &error)); /* given twice: the ticket has failed */
-    REFUSED(EINVAL, ckp_write(engine, counter, CHUNK + 5, data, CHUNK - 5, &error));
+    REFUSED(EINVAL, give(engine, counter, CHUNK + 4, data, 2, &error)); /* given twice: the ticket has failed */
+    REFUSED(EINVAL, give(engine, counter, CHUNK + 5, data, CHUNK - 5, &error));
     REFUSED(EINVAL, ckp_finish(engine, counter, NULL, 0, 1, &error));
     REFUSED(EINVAL, ckp_wait(engine, counter, WAIT_MS, &state, &error));
     REFUSED(CKP_NOT_FOUND, ckp_wait(engine, counter, 0, &state, &error));
@@ -209,7 +209,7 @@ static void test_abort_frees_the_source(void)
         uint8_t *data = malloc(bytes);
         CHECK(data);
         memset(data, 1, bytes);
-        OK(ckp_write(engine, counter, 0, data, bytes, &error));
+        OK(give(engine, counter, 0, data, bytes, &error));
         if (i % 2)
             OK(ckp_wait_copied(engine, counter, 0, CHUNK, WAIT_MS, &error));
         OK(ckp_abort(engine, counter, &error));
@@ -279,8 +279,8 @@ static void test_half_a_checkpoint_is_not_visible(void)
     memory->hook = wait_at_gate;
     fill_content(data, step, sizeof data);
     counter = begin(engine, step, sizeof data);
-    OK(ckp_write(engine, counter, CHUNK, data + CHUNK, CHUNK, &error));
-    OK(ckp_write(engine, counter, 0, data, CHUNK, &error));
+    OK(give(engine, counter, CHUNK, data + CHUNK, CHUNK, &error));
+    OK(give(engine, counter, 0, data, CHUNK, &error));
     OK(ckp_finish(engine, counter, &step, sizeof step, 1, &error));
     until_waiting(&gate);
     for (uint64_t done = 0; done < 1;) { /* chunk 1 reaches the storage */
@@ -319,7 +319,7 @@ static void test_a_newer_checkpoint_that_ends_first_wins(void)
     memory->hook = wait_at_gate;
     fill_content(data, step, sizeof data);
     older = begin(engine, step, sizeof data);
-    OK(ckp_write(engine, older, 0, data, sizeof data, &error));
+    OK(give(engine, older, 0, data, sizeof data, &error));
     OK(ckp_finish(engine, older, &step, sizeof step, 1, &error));
     until_waiting(&gate);
     OK(save(engine, 21, 2 * CHUNK, 1, &newer, &state, &error));
@@ -418,10 +418,10 @@ static void test_closing(void)
 
     fill_content(data, step, sizeof data);
     finished = begin(engine, step, sizeof data);
-    OK(ckp_write(engine, finished, 0, data, sizeof data, &error));
+    OK(give(engine, finished, 0, data, sizeof data, &error));
     OK(ckp_finish(engine, finished, &step, sizeof step, 1, &error));
     open = begin(engine, 10, sizeof data);
-    OK(ckp_write(engine, open, 0, data, CHUNK, &error));
+    OK(give(engine, open, 0, data, CHUNK, &error));
     OK(ckp_close(engine, WAIT_MS, &error)); /* an aborted one is no error */
     OK(ckp_wait(engine, finished, 0, &state, &error));
     CHECK_EQ(state, CKP_COMMITTED);

@@ -104,7 +104,7 @@ static void test_a_failed_flush_fails_all_that_wrote(void)
 
     fill_content(data, step, sizeof data);
     OK(ckp_begin(engine, step, sizeof data, 8, WAIT_MS, &other, &error));
-    OK(ckp_write(engine, other, 0, data, sizeof data, &error));
+    OK(give(engine, other, 0, data, sizeof data, &error));
     pthread_mutex_lock(&engine->lock);
     while (engine->tickets->written < engine->tickets->count)
         pthread_cond_wait(&engine->change, &engine->lock);
@@ -133,7 +133,7 @@ static void test_the_last_save_fails_while_closing(void)
     fill_content(data, step, sizeof data);
     OK(ckp_begin(engine, step, sizeof data, 8, WAIT_MS, &counter, &error));
     atomic_store(&fault.left, 2);
-    OK(ckp_write(engine, counter, 0, data, sizeof data, &error));
+    OK(give(engine, counter, 0, data, sizeof data, &error));
     (void)ckp_finish(engine, counter, &step, sizeof step, 1, &(struct ckp_error){0}); /* it may have failed by now */
     check_stored(engine, first);
     REFUSED(ENOSPC, ckp_close(engine, WAIT_MS, &error));
