@@ -53,7 +53,7 @@ class _Group(Protocol):
 
 
 _TABLE_REASONS = {
-    "heartbeat": ("groups", "one for each ordered pair of NICs of two ranks of a group"),
+    "heartbeat": ("groups", "one for each ordered pair of NICs of two hosts of a group"),
     "l2_forward": ("hosts", "one for each NIC of a host"),
     "port_role": ("hosts", "one for each NIC of a host or shadow"),
     "rewrite": ("shadows", "one for each NIC of a shadow"),

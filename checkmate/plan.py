@@ -275,7 +275,7 @@ def _numbers(topology: Topology) -> dict[tuple[int, int], tuple[int, str]]:
     """
     names: dict[str, list[str]] = {}
     for group in topology.groups:
-        for host in group.ranks:
+        for host in group.hosts:
             names.setdefault(host, []).append(group.name)
     return {
         (nic.port, side): (
@@ -311,15 +311,16 @@ def _replication(topology: Topology, live: AbstractSet[str]) -> tuple[list[Multi
 
 
 def _flows(topology: Topology, group: Group) -> Iterator[tuple[int, Nic, Nic]]:
-    """(shadow NIC index, source, destination) of every ordered pair of ranks, over all of their NICs.
+    """(shadow NIC index, source, destination) of every ordered pair of hosts, over all of their NICs.
 
-    All pairs, because the rings of a communicator's channels may order the ranks differently.
+    All pairs, because the rings of a communicator's channels may order the ranks differently. What leaves the host of
+    rank 0 is the first rank's, whatever rank of the host that is; all else is a last rank's.
     """
-    hosts = [topology.host(name) for name in group.ranks]
-    for rank, source in enumerate(hosts):
+    hosts = [topology.host(name) for name in group.hosts]
+    for index, source in enumerate(hosts):
         for target in hosts:
             if target is not source:
-                yield from ((min(rank, 1), s, t) for s in source.nics for t in target.nics)
+                yield from ((min(index, 1), s, t) for s in source.nics for t in target.nics)
 
 
 def _forwarding(topology: Topology, hosts: list[Nic]) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ MAX_PORT = 510
 """Largest switch port number: ports are 9 bits wide and 511 is the drop port of v1model."""
 
 SHADOW_NICS = 2
-"""A shadow needs two: first's flow arrives on one, last's on the other (both are tagged in the same round)."""
+"""A shadow needs two: first's flow arrives on one, last's on the other (both are tagged at the same time)."""
 
 MAX_HOST_RANKS = 64
 
@@ -72,7 +72,7 @@ class Nic:
 class Host:
     """A training node; ``netns`` is the network namespace that it lives in, None: the machine's own.
 
-    ``ranks``: how many ranks run on it, each in a group of its own; 0: it is only forwarded to.
+    ``ranks``: how many ranks run on it, in one group or several; 0: it is only forwarded to.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Shadow:
-    """A shadow node; ``nics[0]`` receives rank 0's tagged flows, ``nics[1]`` those of all other ranks."""
+    """A shadow node; ``nics[0]`` receives tagged flows from the host of rank 0, ``nics[1]`` those from all others."""
 
     name: str
     management_ip: str
@@ -100,11 +100,19 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Group:
-    """A data-parallel group: rank r runs on host ``ranks[r]``; its gradients go to every shadow in ``shadows``."""
+    """A data-parallel group: rank r runs on host ``ranks[r]``; its gradients go to every shadow in ``shadows``.
+
+    Ranks of one host follow each other.
+    """
 
     name: str
     ranks: tuple[str, ...]
     shadows: tuple[str, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Its hosts in the order of their ranks; the first is that of rank 0."""
+        return tuple(dict.fromkeys(self.ranks))
 
 
 @dataclass(frozen=True)

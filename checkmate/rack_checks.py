@@ -136,7 +136,18 @@ def _check_members(topology: "Topology", groups: list[tuple[str, Group]]) -> Ite
         yield from _unknown(f"{path}.ranks", group.ranks, hosts, "host")
         yield from _unknown(f"{path}.shadows", group.shadows, shadows, "shadow")
         yield from _duplicates("shadow of a group", [(f"{path}.shadows[{i}]", s) for i, s in enumerate(group.shadows)])
-        yield from _duplicates("host of a group", [(f"{path}.ranks[{i}]", host) for i, host in enumerate(group.ranks)])
+        yield from _scattered(f"{path}.ranks", group.ranks)
+        if len(group.ranks) > 1 and len(set(group.ranks)) == 1 and group.shadows:
+            yield (
+                f"{path}.ranks: all on {group.ranks[0]!r}: their gradients cross no switch; add ranks on another host, "
+                "or remove the group's shadows"
+            )
+
+
+def _scattered(path: str, hosts: tuple[str, ...]) -> Iterator[str]:
+    for i, host in enumerate(hosts):
+        if host in hosts[:i] and host != hosts[i - 1]:
+            yield f"{path}[{i}]: {host!r} again, after {hosts[i - 1]!r}; a host's ranks follow each other; move it"
 
 
 def _unknown(path: str, names: tuple[str, ...], known: list[str], kind: str) -> Iterator[str]:
@@ -150,13 +161,13 @@ def _check_host_ranks(topology: "Topology") -> Iterator[str]:
     if any(name not in known for group in topology.groups for name in group.ranks):
         return  # a name to be corrected first: it may be the one that is missed here
     for path, host in _at("hosts", topology.hosts):
-        groups = [group.name for group in topology.groups if host.name in group.ranks]
+        groups = [group.name for group in topology.groups for name in group.ranks if name == host.name]
         if host.name is None or host.ranks is None or len(groups) == host.ranks:
             continue
-        found = f"is in {len(groups)} groups ({', '.join(map(str, groups))})" if groups else "is in no group"
+        found = f"has {len(groups)} places in groups ({', '.join(map(str, groups))})" if groups else "is in no group"
         yield (
-            f"{path}.ranks: {host.name!r} runs {host.ranks} (default 1) but {found}; each rank of a host is in one "
-            f"group of its own; change the groups, or set ranks to {len(groups)}"
+            f"{path}.ranks: {host.name!r} runs {host.ranks} (default 1) but {found}; each rank of a host has one "
+            f"place in one group; change the groups, or set ranks to {len(groups)}"
         )
 
 
@@ -165,7 +176,7 @@ def _check_told_apart(groups: list[tuple[str, Group]]) -> Iterator[str]:
     shadows: dict[str, tuple[str, Group]] = {}
     sides: dict[tuple[str, str], tuple[str, bool]] = {}
     for path, group in groups:
-        for host in dict.fromkeys(group.ranks):
+        for host in group.hosts:
             other_path, other = shadows.setdefault(host, (path, group))
             if group.shadows != other.shadows:
                 yield (
@@ -174,8 +185,8 @@ def _check_told_apart(groups: list[tuple[str, Group]]) -> Iterator[str]:
                     "apart; give both the same shadows, or other hosts"
                 )
                 break
-        for pair in permutations(dict.fromkeys(group.ranks), 2):
-            first = pair[0] == group.ranks[0]
+        for pair in permutations(group.hosts, 2):
+            first = pair[0] == group.hosts[0]
             other_path, other_first = sides.setdefault(pair, (path, first))
             if first != other_first:
                 yield (

@@ -8,9 +8,10 @@ import numpy.typing as npt
 from checkmate.crc32c import crc32c
 
 MAGIC = 0x464D4B43
-VERSION = 1
+VERSION = 2
 FLAG_TAGGED = 0x01
 FLAG_PAYLOAD_CRC = 0x02
+FLAG_FIRST = 0x04
 MAX_PAYLOAD = 64 << 20
 PROTOCOL_SIMPLE = 2
 
@@ -40,7 +41,8 @@ FRAME: np.dtype[np.void] = np.dtype(
         ("ring_pos", "<u2"),
         ("nranks", "<u2"),
         ("slices_per_chunk", "u1"),
-        ("reserved", "u1", (3,)),
+        ("host_ranks", "u1"),
+        ("reserved", "u1", (2,)),
         ("payload_crc", "<u4"),
         ("header_crc", "<u4"),
     ]
@@ -96,7 +98,8 @@ def place(step: int, slices_per_chunk: int, ring_pos: int, nranks: int) -> Place
 def frame(payload: bytes, **fields: int) -> bytes:
     """A tagged frame: header, both CRCs filled in, and payload. ``fields`` are the header's; those left out are 0.
 
-    Magic, version, flags, protocol and payload_len have the values of a valid frame unless given.
+    Magic, version, flags (without FLAG_FIRST), protocol, host_ranks and payload_len have the values of a valid frame
+    unless given.
     """
     header: npt.NDArray[Any] = np.zeros(1, FRAME)
     given = {
@@ -104,6 +107,7 @@ def frame(payload: bytes, **fields: int) -> bytes:
         "version": VERSION,
         "flags": FLAG_TAGGED | FLAG_PAYLOAD_CRC,
         "protocol": PROTOCOL_SIMPLE,
+        "host_ranks": 1,
         "payload_len": len(payload),
         "payload_crc": crc32c(payload) if payload else 0,
     } | fields

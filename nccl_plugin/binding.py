@@ -86,6 +86,12 @@ class Plugin:
                 f"cannot register bucket {bucket} ({nbytes} bytes at {ptr:#x}): {os.strerror(-result)}"
             )
 
+    def register_probe(self, ptr: int, nbytes: int) -> None:
+        """The next all-reduce from there shows the ranks' places in their rings: see ``checkmate_register_probe``."""
+        result = self._lib.checkmate_register_probe(_ffi.cast("void *", ptr), nbytes)
+        if result < 0:
+            raise CheckmateError(f"cannot register a probe of {nbytes} bytes at {ptr:#x}: {os.strerror(-result)}")
+
     def unregister_buckets(self) -> None:
         """Forget all buckets: nothing is tagged."""
         self._lib.checkmate_unregister_buckets()

@@ -7,7 +7,7 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from checkmate.plan import Plan
-from checkmate.topology import Host, Nic, Shadow, Topology
+from checkmate.topology import Group, Host, Nic, Shadow, Topology
 
 _MARGIN = 24
 _NODE_WIDTH = 300
@@ -96,13 +96,18 @@ def _switch(topology: Topology, bottom: int) -> Iterator[str]:
 
 def _host(box: _Box, topology: Topology, colours: dict[str, str]) -> Iterator[str]:
     groups = [group for group in topology.groups if box.node.name in group.ranks]
-    labels = [(group.name, f"{group.name} rank {group.ranks.index(box.node.name)}") for group in groups]
+    labels = [(group.name, f"{group.name} {_ranks(group, box.node.name)}") for group in groups]
     yield from _node(box, labels, colours)
     cable = colours[groups[0].name] if len(groups) == 1 else _CABLE_INK
     for nic, y in zip(box.node.nics, box.nic_y, strict=True):
         yield from _nic(box, nic, y)
         yield _line(box.x + _NODE_WIDTH, _SWITCH_X, y, cable)
         yield from _port(_SWITCH_X, nic, y, topology)
+
+
+def _ranks(group: Group, host: str) -> str:
+    numbers = [rank for rank, name in enumerate(group.ranks) if name == host]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
 
 
 def _shadow(box: _Box, topology: Topology, plan: Plan, colours: dict[str, str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from checkmate.train.digests import DigestSender
 from checkmate.train.hook import TagPlugin
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
+from checkmate.train.rings import probe_rings
 from checkmate.train.settings import Settings
 
 ATTACHED: "WeakSet[DistributedDataParallel]" = WeakSet()
@@ -67,6 +68,7 @@ def attach_unless(
     refusing = peers.find(problem is not None)
     if parts is not None and not refusing:
         settings, plugin, state, copies = parts
+        probe_rings(ddp, plugin)
         ATTACHED.add(ddp)
         client = Client(settings, peers.rank, peers.world)
         digests = DigestSender(settings.verify, ddp.module, optimizer, copies)

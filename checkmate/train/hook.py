@@ -35,6 +35,9 @@ class TagPlugin(Protocol):
     def register_bucket(self, ptr: int, nbytes: int, bucket: int) -> None:
         """All-reduces that send from exactly this address are those of this bucket."""
 
+    def register_probe(self, ptr: int, nbytes: int) -> None:
+        """An all-reduce from there shows the plugin where this rank stands in the rings."""
+
     def unregister_buckets(self) -> None:
         """Forget all buckets: nothing is tagged."""
 

@@ -25,6 +25,7 @@ from checkmate.nccl_plugin.ring.work import Completer, RingWork
 
 CHANNELS = "CHECKMATE_CHANNELS"
 SLICE_BYTES = "CHECKMATE_SLICE_BYTES"
+HOST_RANKS = "CHECKMATE_HOST_RANKS"
 DEFAULT_CHANNELS = 2
 DEFAULT_SLICE_BYTES = 60 << 10  # with its header in one segmentation-offload packet of at most 64 KiB
 MAX_CHANNELS = 32
@@ -68,6 +69,15 @@ def _number(name: str, default: int, least: int, most: int, multiple: int = 1) -
         rule = f"{least} to {most}" + (f", a multiple of {multiple}" if multiple > 1 else "")
         raise CheckmateError(f"{name}={text}: allowed is {rule}")
     return value
+
+
+def _host_ranks(size: int) -> list[int]:
+    """Ranks on each host; where another group's are given, every rank counts as a host of its own."""
+    text = os.environ.get(HOST_RANKS, "")
+    ranks = [int(part) if part.isdecimal() else 0 for part in text.split(",")] if text else []
+    if not all(ranks):
+        raise CheckmateError(f"{HOST_RANKS}={text}: give the number of ranks on each host, such as 4,4, or nothing")
+    return ranks if sum(ranks) == size else [1] * size
 
 
 def _reduction(op: Any, collective: str) -> int:
@@ -168,6 +178,7 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
             nranks=self._size,
             nchannels=_number(CHANNELS, DEFAULT_CHANNELS, 1, MAX_CHANNELS),
             slice_bytes=_number(SLICE_BYTES, DEFAULT_SLICE_BYTES, 4096, MAX_SLICE_BYTES, 4096),
+            host_ranks=_host_ranks(self._size),
         )
         ring = Ring(setup)
         store.set(f"{generation}/handles/{self._rank}", ring.handles())  # type: ignore[arg-type]

@@ -41,7 +41,10 @@ class RingError(Exception):
 
 @dataclass(frozen=True)
 class RingConfig:
-    """What one rank's communicator is made of; ``slice_bytes`` is the largest message."""
+    """What one rank's communicator is made of; ``slice_bytes`` is the largest message.
+
+    ``host_ranks``: ranks on each host, in the order of the ranks: a ring passes each host once.
+    """
 
     plugin: Path | str
     name: str
@@ -50,6 +53,7 @@ class RingConfig:
     nranks: int
     nchannels: int
     slice_bytes: int
+    host_ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,10 @@ class Ring:
 
     def __init__(self, setup: RingConfig) -> None:
         text = [ffi.new("char[]", str(s).encode()) for s in (setup.plugin, setup.name)]
+        hosts = ffi.new("uint32_t[]", list(setup.host_ranks))
         error = ffi.new("char[]", _ERROR_BYTES)
-        c_config = ffi.new(
-            "struct ckm_ring_config *",
-            (*text, setup.comm_id, setup.rank, setup.nranks, setup.nchannels, setup.slice_bytes),
-        )
+        numbers = (setup.comm_id, setup.rank, setup.nranks, setup.nchannels, setup.slice_bytes, len(hosts))
+        c_config = ffi.new("struct ckm_ring_config *", (*text, *numbers, hosts))
         self._ring = lib().ckm_ring_create(c_config, error, _ERROR_BYTES)
         if not self._ring:
             raise RingError(_text(error))

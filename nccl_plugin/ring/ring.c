@@ -2,6 +2,7 @@
 #include "ring.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -93,7 +94,7 @@ static int init_channel(struct ckm_ring *ring, uint32_t c)
     channel->order = calloc(n, sizeof(*channel->order));
     if (!channel->order)
         return -1;
-    ckm_ring_order(n, c, channel->order);
+    ckm_ring_order(ring->config.host_ranks, ring->config.nhosts, c, channel->order);
     while (channel->order[channel->index] != rank)
         channel->index++;
     channel->send = (struct ckm_link){.send = true, .peer = channel->order[(channel->index + 1) % n]};
@@ -158,6 +159,14 @@ static int start(struct ckm_ring *ring, char *error, size_t error_bytes)
     return failed;
 }
 
+static uint64_t ranks_on_hosts(const struct ckm_ring_config *config)
+{
+    uint64_t ranks = 0;
+    for (uint32_t h = 0; h < config->nhosts; h++)
+        ranks += config->host_ranks[h];
+    return ranks;
+}
+
 struct ckm_ring *ckm_ring_create(const struct ckm_ring_config *config, char *error, size_t error_bytes)
 {
     if (config->nranks < 1 || config->rank >= config->nranks || config->nchannels < 1 ||
@@ -168,6 +177,11 @@ struct ckm_ring *ckm_ring_create(const struct ckm_ring_config *config, char *err
                  config->rank, config->nranks, config->nchannels, config->slice_bytes, CKM_RING_MAX_CHANNELS);
         return NULL;
     }
+    if (ranks_on_hosts(config) != config->nranks) {
+        snprintf(error, error_bytes, "hosts of %" PRIu64 " ranks in all, but there are %u", ranks_on_hosts(config),
+                 config->nranks);
+        return NULL;
+    }
     struct ckm_ring *ring = calloc(1, sizeof(*ring));
     if (!ring) {
         snprintf(error, error_bytes, "out of memory");
@@ -176,7 +190,9 @@ struct ckm_ring *ckm_ring_create(const struct ckm_ring_config *config, char *err
     ring->config = *config;
     ring->refs = 1;
     init_locks(ring);
-    if (start(ring, error, error_bytes)) {
+    int failed = start(ring, error, error_bytes);
+    ring->config.host_ranks = NULL; /* the caller's */
+    if (failed) {
         ckm_ring_destroy(ring);
         return NULL;
     }

@@ -28,6 +28,8 @@ struct ckm_ring_config {
     uint64_t comm_id;   /* the same on all ranks */
     uint32_t rank, nranks, nchannels;
     uint32_t slice_bytes; /* largest payload of a message */
+    uint32_t nhosts;
+    const uint32_t *host_ranks; /* ranks on each host, in rank order; nranks in all. Not needed after creation. */
 };
 
 /* One operation. Buffers are the caller's until it is done.

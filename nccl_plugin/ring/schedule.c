@@ -42,11 +42,30 @@ static uint32_t stride_of(uint32_t n, uint32_t channel)
     }
 }
 
-void ckm_ring_order(uint32_t nranks, uint32_t channel, uint32_t *order)
+/* Rank 0 goes where the ring begins; what of its host comes before it, to the end. */
+static uint32_t place_first_host(uint32_t count, uint32_t channel, uint32_t nranks, uint32_t *order)
 {
-    uint32_t stride = stride_of(nranks, channel);
-    for (uint32_t i = 0; i < nranks; i++)
-        order[i] = (uint32_t)((uint64_t)i * stride % nranks);
+    uint32_t stride = stride_of(count, channel), before = 0;
+    while ((channel + (uint64_t)before * stride) % count)
+        before++;
+    for (uint32_t i = 0; i < count; i++)
+        order[(i + nranks - before) % nranks] = (uint32_t)((channel + (uint64_t)i * stride) % count);
+    return count - before;
+}
+
+void ckm_ring_order(const uint32_t *host_ranks, uint32_t nhosts, uint32_t channel, uint32_t *order)
+{
+    uint32_t stride = stride_of(nhosts, channel), nranks = 0;
+    for (uint32_t h = 0; h < nhosts; h++)
+        nranks += host_ranks[h];
+    uint32_t at = place_first_host(host_ranks[0], channel, nranks, order);
+    for (uint32_t i = 1; i < nhosts; i++) {
+        uint32_t host = (uint32_t)((uint64_t)i * stride % nhosts), count = host_ranks[host], base = 0;
+        for (uint32_t h = 0; h < host; h++)
+            base += host_ranks[h];
+        for (uint32_t k = 0; k < count; k++)
+            order[at++] = base + (uint32_t)((channel + (uint64_t)k * stride_of(count, channel)) % count);
+    }
 }
 
 uint32_t ckm_ring_split(size_t count, size_t elem, uint32_t nchannels, size_t *offsets, size_t *counts)

@@ -55,8 +55,9 @@ struct ckm_slice {
     enum ckm_sink sink;     /* receives */
 };
 
-/* order[i] = rank at position i of this channel's ring. Channels differ: see README. */
-void ckm_ring_order(uint32_t nranks, uint32_t channel, uint32_t *order);
+/* order[i] = rank at position i of this channel's ring, rank 0 at 0. Each host, of which host_ranks[h] ranks follow
+ * those of the hosts before, is passed once. Channels differ: see README. */
+void ckm_ring_order(const uint32_t *host_ranks, uint32_t nhosts, uint32_t channel, uint32_t *order);
 
 /* Splits `count` elements over at most `nchannels` channels, contiguous, in channel order; fills offsets[i] and
  * counts[i]. Returns the number of channels used: 0 when count is 0. */

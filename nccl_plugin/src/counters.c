@@ -19,6 +19,10 @@ static const struct {
     [CHECKMATE_OTHER_PROCESS] = {"other_process", "the operation is another process's (PXN); set NCCL_PXN_DISABLE=1"},
     [CHECKMATE_BAD_STEPS] = {"bad_steps", "the number of steps is not a whole number of ring loops"},
     [CHECKMATE_NO_ROOM] = {"no_room", "more operations at once than there is room for"},
+    [CHECKMATE_OTHER_HOSTS] = {"other_hosts", "CHECKMATE_HOST_RANKS does not describe this communicator"},
+    [CHECKMATE_ONE_HOST] = {"one_host", "all ranks are on one host: nothing crosses the switch"},
+    [CHECKMATE_NO_POSITION] = {"no_position", "several ranks share a host, and no probe told the ring position"},
+    [CHECKMATE_TORN_RING] = {"torn_ring", "a ring enters the host of rank 0 more than once"},
     [CHECKMATE_NO_OPTION] = {"no_option", "the connection has no tagged flow; see CHECKMATE_COUNTER_MAP"},
 };
 

@@ -12,7 +12,7 @@
 struct param {
     const char *name, *fallback, *help;
     long least, most; /* of numbers; text has least > most */
-    char value[256];
+    char value[4096];
     long number;
 };
 
@@ -35,6 +35,11 @@ static struct param params[CKM_PARAMS] = {
     [CKM_SOCKET_BUFFER] = {"CHECKMATE_SOCKET_BUFFER", "0",
                            "Bytes of the send and of the receive buffer of a connection. 0: the kernel adapts them.", 0,
                            1 << 30, "", 0},
+    [CKM_HOST_RANKS] =
+        {"CHECKMATE_HOST_RANKS", "",
+         "Ranks of the data-parallel communicator on each of its hosts, in the order of the ranks, "
+         "separated by commas: 4,4 for eight ranks on two hosts. Empty: each rank has a host of its own.",
+         TEXT, "", 0},
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -8,6 +8,7 @@ enum ckm_param {
     CKM_DSCP,
     CKM_TIMEOUT_MS,
     CKM_SOCKET_BUFFER,
+    CKM_HOST_RANKS,
     CKM_PARAMS,
 };
 

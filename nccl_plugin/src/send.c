@@ -182,7 +182,7 @@ static nccl_result_t listen_to_receiver(struct ckm_send *c)
 static void fill_header(struct send_request *r, uint64_t number, size_t size, int tag, void *phandle, bool can_tag)
 {
     struct ckm_frame *h = &r->header;
-    bool tagged = ckm_tag_message(phandle, h);
+    bool tagged = ckm_tag_message(phandle, r->data, size, h);
 
     if (tagged && !can_tag) {
         ckm_untagged(CHECKMATE_NO_OPTION);

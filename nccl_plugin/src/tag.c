@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "counters.h"
+#include "hosts.h"
 #include "nccl/common_abi.h"
 
 /* A handle: magic (8 bits), kind (3), slot (12), generation (17), step (24). The magic makes it a non-canonical
@@ -24,13 +25,24 @@
 #define MAX_CONTEXTS 1024
 #define MAX_COLLS    4096
 #define MAX_OPS      4096
+#define MAX_CHANNELS 64         /* NCCL's MAXCHANNELS */
+#define PROBE        UINT32_MAX /* number of the bucket that is one */
 _Static_assert(MAX_COLLS <= 1 << SLOT_BITS && MAX_OPS <= 1 << SLOT_BITS && MAX_CONTEXTS <= 1 << SLOT_BITS, "slots");
 _Static_assert(sizeof(void *) == 8, "handles need 64 bits");
+
+/* What a probe has shown of this rank's position in a channel's ring: it is the number of chunks that the rank sends in
+ * a loop before the first to which rank 0 has contributed. */
+struct position {
+    uint16_t value; /* chunks without, so far */
+    bool known;
+};
 
 struct context {
     uint64_t comm_id;
     uint32_t rank, nranks, gen;
+    uint32_t host_ranks; /* on rank 0's host: ranks below this number; 0: not known */
     bool used;
+    struct position positions[MAX_CHANNELS];
 };
 
 /* Taken at the start of the collective, on the application's thread: the iteration is the caller's. */
@@ -42,6 +54,7 @@ struct coll {
 
 struct op {
     struct ckm_frame frame; /* every field that the operation's messages have in common */
+    const void *probing;    /* the communicator of a probe, else NULL */
     _Atomic uint32_t gen;   /* 0: free */
     uint16_t next_free;
 };
@@ -141,6 +154,11 @@ int checkmate_register_bucket(const void *ptr, size_t bytes, uint32_t bucket)
     return rc;
 }
 
+int checkmate_register_probe(const void *ptr, size_t bytes)
+{
+    return checkmate_register_bucket(ptr, bytes, PROBE);
+}
+
 void checkmate_unregister_buckets(void)
 {
     pthread_mutex_lock(&lock);
@@ -173,7 +191,12 @@ void *ckm_tag_context(uint64_t comm_id, uint32_t rank, uint32_t nranks)
     pthread_mutex_lock(&lock);
     for (uint32_t i = 0; i < MAX_CONTEXTS && !handle; i++)
         if (!contexts[i].used) {
-            contexts[i] = (struct context){comm_id, rank, nranks, new_gen(), true};
+            contexts[i] = (struct context){.comm_id = comm_id,
+                                           .rank = rank,
+                                           .nranks = nranks,
+                                           .gen = new_gen(),
+                                           .host_ranks = ckm_first_host_ranks(nranks),
+                                           .used = true};
             handle = make_handle(CKM_HANDLE_CONTEXT, i, contexts[i].gen, 0);
             profiled++;
         }
@@ -228,11 +251,11 @@ static bool differs(const char *a, const char *b)
     return !a || strcmp(a, b) != 0;
 }
 
-/* Why the collective is not tagged, or CHECKMATE_REASONS when it is. */
-static enum checkmate_reason judge(const struct ckm_coll *coll, const struct bucket *bucket,
-                                   const struct datatype *type)
+/* Why the collective is not tagged, or CHECKMATE_REASONS when it is, or is a probe. */
+static enum checkmate_reason judge(const struct context *context, const struct ckm_coll *coll,
+                                   const struct bucket *bucket, const struct datatype *type)
 {
-    if (!bucket)
+    if (!context || !bucket)
         return CHECKMATE_NOT_REGISTERED;
     if (differs(coll->func, "AllReduce"))
         return CHECKMATE_NOT_ALLREDUCE;
@@ -244,8 +267,12 @@ static enum checkmate_reason judge(const struct ckm_coll *coll, const struct buc
         return CHECKMATE_NOT_RING;
     if (differs(coll->proto, "SIMPLE"))
         return CHECKMATE_NOT_SIMPLE;
-    if (incarnation == 0)
+    if (incarnation == 0 && bucket->number != PROBE)
         return CHECKMATE_NO_INCARNATION;
+    if (context->host_ranks == 0)
+        return CHECKMATE_OTHER_HOSTS;
+    if (context->host_ranks == context->nranks)
+        return CHECKMATE_ONE_HOST;
     return CHECKMATE_REASONS;
 }
 
@@ -257,14 +284,14 @@ static const struct bucket *find_bucket(const void *ptr)
     return NULL;
 }
 
-void *ckm_tag_coll(void *context, const struct ckm_coll *coll)
+void *ckm_tag_coll(void *context_handle, const struct ckm_coll *coll)
 {
     const struct datatype *type = find_datatype(coll->datatype);
     void *handle = NULL;
 
     pthread_mutex_lock(&lock);
-    const struct bucket *bucket = find_context(context) ? find_bucket(coll->send_buffer) : NULL;
-    enum checkmate_reason reason = judge(coll, bucket, type);
+    const struct bucket *bucket = find_bucket(coll->send_buffer);
+    enum checkmate_reason reason = judge(find_context(context_handle), coll, bucket, type);
     if (reason == CHECKMATE_REASONS) {
         uint32_t slot = next_coll++ % MAX_COLLS; /* NCCL never says when the last operation has started */
         colls[slot] = (struct coll){.iteration = iteration,
@@ -283,7 +310,7 @@ void *ckm_tag_coll(void *context, const struct ckm_coll *coll)
     return handle;
 }
 
-static void *new_op(const struct ckm_frame *frame) /* under the lock */
+static void *new_op(const struct ckm_frame *frame, const void *probing) /* under the lock */
 {
     uint32_t slot = first_free_op;
 
@@ -295,8 +322,65 @@ static void *new_op(const struct ckm_frame *frame) /* under the lock */
         return NULL;
     uint32_t gen = new_gen();
     ops[slot].frame = *frame;
+    ops[slot].probing = probing;
     atomic_store_explicit(&ops[slot].gen, gen, memory_order_release);
     return make_handle(CKM_HANDLE_OP, slot, gen, 0);
+}
+
+/* A send from or to rank 0's host, that host being one end only: from it, the first rank's, to it, the last rank's. */
+static bool crosses(const struct context *context, int peer)
+{
+    bool from = context->rank < context->host_ranks, to = (uint32_t)peer < context->host_ranks;
+    return peer >= 0 && (uint32_t)peer < context->nranks && from != to;
+}
+
+static bool find_position(const struct context *context, bool is_first, uint32_t channel, uint16_t *position)
+{
+    if (context->host_ranks == 1) { /* rank 0 stands at 0, and the last rank before it */
+        *position = (uint16_t)(is_first ? 0 : context->nranks - 1);
+        return true;
+    }
+    if (channel >= MAX_CHANNELS || !context->positions[channel].known)
+        return false;
+    *position = context->positions[channel].value;
+    return true;
+}
+
+/* Why the operation of a boundary rank is not tagged, or CHECKMATE_REASONS; under the lock. */
+static enum checkmate_reason start_op(const void *context_handle, const struct context *context,
+                                      const struct coll *coll, const struct ckm_op *op, void **handle)
+{
+    bool is_first = context->rank < context->host_ranks, is_probe = coll->bucket == PROBE;
+    uint32_t per_loop = 2 * (context->nranks - 1) * CKM_SLICES_PER_CHUNK;
+    uint16_t position = 0;
+
+    if (op->steps <= 0 || (uint32_t)op->steps % per_loop || (uint32_t)op->steps > MAX_STEPS)
+        return CHECKMATE_BAD_STEPS;
+    if (!is_probe && !find_position(context, is_first, op->channel, &position))
+        return CHECKMATE_NO_POSITION;
+    if (!is_probe && !ckm_is_boundary(position, is_first, context->host_ranks, context->nranks))
+        return CHECKMATE_TORN_RING;
+    struct ckm_frame frame = {
+        .magic = CKM_WIRE_MAGIC,
+        .version = CKM_WIRE_VERSION,
+        .flags = CKM_FLAG_TAGGED | CKM_FLAG_PAYLOAD_CRC | (is_first ? CKM_FLAG_FIRST : 0),
+        .protocol = NCCL_PROTO_SIMPLE,
+        .datatype = coll->datatype,
+        .comm_id = context->comm_id,
+        .iteration = coll->iteration,
+        .coll_seq = coll->seq,
+        .op_count = coll->count,
+        .incarnation = coll->incarnation,
+        .bucket = coll->bucket,
+        .channel = (uint16_t)op->channel,
+        .nchannels = (uint16_t)coll->channels,
+        .ring_pos = position,
+        .nranks = (uint16_t)context->nranks,
+        .slices_per_chunk = CKM_SLICES_PER_CHUNK,
+        .host_ranks = (uint8_t)context->host_ranks,
+    };
+    *handle = new_op(&frame, is_probe ? context_handle : NULL);
+    return *handle ? CHECKMATE_REASONS : CHECKMATE_NO_ROOM;
 }
 
 void *ckm_tag_op(void *context_handle, void *coll_handle, const struct ckm_op *op)
@@ -313,37 +397,16 @@ void *ckm_tag_op(void *context_handle, void *coll_handle, const struct ckm_op *o
     pthread_mutex_lock(&lock);
     const struct context *context = find_context(context_handle);
     const struct coll *coll = find_coll(coll_handle);
-    if (!context || !coll) {
+    bool is_probe = coll && coll->bucket == PROBE;
+    if (!context || !coll)
         reason = CHECKMATE_NO_ROOM; /* so many collectives later that the slot was filled again */
-    } else if (context->rank == 0 || op->peer == 0) {
-        uint32_t per_loop = 2 * (context->nranks - 1) * CKM_SLICES_PER_CHUNK;
-        if (op->steps <= 0 || (uint32_t)op->steps % per_loop || (uint32_t)op->steps > MAX_STEPS)
-            reason = CHECKMATE_BAD_STEPS;
-        else if (!(handle = new_op(&(struct ckm_frame){
-                       .magic = CKM_WIRE_MAGIC,
-                       .version = CKM_WIRE_VERSION,
-                       .flags = CKM_FLAG_TAGGED | CKM_FLAG_PAYLOAD_CRC,
-                       .protocol = NCCL_PROTO_SIMPLE,
-                       .datatype = coll->datatype,
-                       .comm_id = context->comm_id,
-                       .iteration = coll->iteration,
-                       .coll_seq = coll->seq,
-                       .op_count = coll->count,
-                       .incarnation = coll->incarnation,
-                       .bucket = coll->bucket,
-                       .channel = (uint16_t)op->channel,
-                       .nchannels = (uint16_t)coll->channels,
-                       .ring_pos = (uint16_t)(context->rank == 0 ? 0 : context->nranks - 1),
-                       .nranks = (uint16_t)context->nranks,
-                       .slices_per_chunk = CKM_SLICES_PER_CHUNK,
-                   })))
-            reason = CHECKMATE_NO_ROOM;
-    }
+    else if (crosses(context, op->peer))
+        reason = start_op(context_handle, context, coll, op, &handle);
     pthread_mutex_unlock(&lock);
-    if (handle)
-        CKM_COUNT(tagged_ops, 1);
-    else if (reason != CHECKMATE_REASONS)
+    if (reason != CHECKMATE_REASONS)
         ckm_untagged(reason);
+    else if (handle && !is_probe)
+        CKM_COUNT(tagged_ops, 1);
     return handle;
 }
 
@@ -359,8 +422,12 @@ void ckm_tag_op_free(void *handle)
     pthread_mutex_unlock(&lock);
 }
 
-/* The heartbeat rule: the first rank tags its own chunk, in round 0 of the all-gather half; the last rank tags
- * all chunks that it sends in that half. Together that is every final chunk, once. */
+/* Of a probe the first slice of each chunk up to the first final one. */
+static bool is_probed(const struct ckm_place *place)
+{
+    return place->loop == 0 && place->slice == 0 && (!place->final || place->round == 0);
+}
+
 void *ckm_tag_step(void *op_handle, int step)
 {
     struct op *op = find_op(op_handle, CKM_HANDLE_OP);
@@ -369,19 +436,40 @@ void *ckm_tag_step(void *op_handle, int step)
         return NULL;
     struct ckm_frame *f = &op->frame;
     struct ckm_place place = ckm_place((uint32_t)step, f->slices_per_chunk, f->ring_pos, f->nranks);
-    if (!place.final || (f->ring_pos == 0 && place.round != 0))
+    if (op->probing ? !is_probed(&place) : !ckm_is_tagged(&place, f->flags & CKM_FLAG_FIRST, f->host_ranks))
         return NULL;
     return make_handle(CKM_HANDLE_STEP, handle_slot(op_handle), handle_gen(op_handle), (uint32_t)step);
 }
 
-bool ckm_tag_message(void *const *phandle, struct ckm_frame *frame)
+/* Chunks are sent in the order of their numbers. One that cannot be looked into leaves the position unknown. */
+static void probe(const struct op *op, uint32_t chunk, const void *data, size_t size)
+{
+    uint32_t element;
+
+    if (op->frame.channel >= MAX_CHANNELS || size < sizeof element)
+        return;
+    memcpy(&element, data, sizeof element);
+    pthread_mutex_lock(&lock);
+    struct context *context = find_context(op->probing);
+    struct position *position = context ? &context->positions[op->frame.channel] : NULL;
+    if (position && !position->known && position->value == chunk) {
+        position->known = element != 0;
+        position->value += element == 0;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+bool ckm_tag_message(void *const *phandle, const void *data, size_t size, struct ckm_frame *frame)
 {
     const void *handle = phandle ? *phandle : NULL;
     struct op *op = find_op(handle, CKM_HANDLE_STEP);
+    uint32_t step = (uint32_t)((uintptr_t)handle & (MAX_STEPS - 1));
 
-    if (!op)
+    if (op && op->probing)
+        probe(op, step / op->frame.slices_per_chunk, data, size);
+    if (!op || op->probing)
         return false;
     *frame = op->frame;
-    frame->step = (uint32_t)((uintptr_t)handle & (MAX_STEPS - 1));
+    frame->step = step;
     return atomic_load_explicit(&op->gen, memory_order_acquire) == handle_gen(handle);
 }

@@ -53,8 +53,9 @@ void ckm_tag_op_free(void *op);
 void *ckm_tag_step(void *op, int step);
 
 /* Fills the fields of a tagged frame from what the profiler left in NCCL's slot. False, frame untouched: the
- * message is not tagged. O(1), no lock, nothing but *phandle is read through pointers from outside. */
-bool ckm_tag_message(void *const *phandle, struct ckm_frame *frame);
+ * message is not tagged. O(1), and for buckets without lock; nothing but *phandle is read through pointers from
+ * outside, and of a probe's message its first element. */
+bool ckm_tag_message(void *const *phandle, const void *data, size_t size, struct ckm_frame *frame);
 
 /* Is a message that cannot be tagged one that perhaps should have been? Counts it if the profiler is missing. */
 void ckm_tag_missing(void);

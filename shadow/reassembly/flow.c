@@ -155,8 +155,9 @@ static void settle_loss(struct ckm_core *core, struct ckm_flow *flow, struct ckm
     struct ckm_op *before = flow->has_last ? ckm_op_find(core, flow->last_iteration, flow->last_bucket) : NULL;
     if (before && before != op)
         ckm_op_damage(core, before, "bytes were lost", where);
-    /* A flow carries one channel, and its frames of an operation start with round 0 of loop 0. */
-    int is_first = h->step == (h->nranks - 1u) * h->slices_per_chunk;
+    /* A flow carries one channel, and its frames of an operation start in loop 0, with the round that it tags first. */
+    uint32_t round = ckm_first_tagged_round(h->flags & CKM_FLAG_FIRST, h->host_ranks);
+    int is_first = h->step == (h->nranks - 1u + round) * h->slices_per_chunk;
     if (op && (before == op || !is_first))
         ckm_op_damage(core, op, "bytes were lost", where);
     else if (!flow->has_last)

@@ -40,16 +40,18 @@ static int check_sizes(const struct ckm_frame *h, uint64_t max_op_bytes, char *e
 
 static int check_place(const struct ckm_frame *h, char *error, size_t size)
 {
-    if (h->nranks < 2 || (h->ring_pos != 0 && h->ring_pos != h->nranks - 1))
-        return snprintf(error, size, "ring_pos %u of %u ranks is no boundary rank", h->ring_pos, h->nranks);
+    int is_first = (h->flags & CKM_FLAG_FIRST) != 0;
+    if (h->nranks < 2 || !h->host_ranks || h->host_ranks >= h->nranks ||
+        !ckm_is_boundary(h->ring_pos, is_first, h->host_ranks, h->nranks))
+        return snprintf(error, size, "ring_pos %u of %u ranks, %u of them on rank 0's host, is not that of the %s rank",
+                        h->ring_pos, h->nranks, h->host_ranks, is_first ? "first" : "last");
     if (!h->nchannels || h->channel >= CKM_MAX_CHANNELS)
         return snprintf(error, size, "channel %u of %u: allowed are less than %u", h->channel, h->nchannels,
                         CKM_MAX_CHANNELS);
     if (!h->slices_per_chunk)
         return snprintf(error, size, "slices_per_chunk is 0");
     struct ckm_place place = ckm_place(h->step, h->slices_per_chunk, h->ring_pos, h->nranks);
-    /* First's rounds after 0 are copies of what last tags; last's round n - 2 is its final one. */
-    if (!place.final || (h->ring_pos == 0 && place.round > 0) || place.loop >= h->op_count)
+    if (!ckm_is_tagged(&place, is_first, h->host_ranks) || place.loop >= h->op_count)
         return snprintf(error, size,
                         "step %u of ring position %u is not tagged in an all-reduce of %" PRIu64 " elements", h->step,
                         h->ring_pos, h->op_count);
@@ -63,7 +65,7 @@ int ckm_header_check(const struct ckm_frame *h, uint64_t max_op_bytes, char *err
     if (h->version != CKM_WIRE_VERSION)
         bad = snprintf(error, size, "version %u of the frame header, only %u is understood", h->version,
                        CKM_WIRE_VERSION);
-    else if (h->flags != flags || h->reserved[0] || h->reserved[1] || h->reserved[2])
+    else if ((h->flags & ~CKM_FLAG_FIRST) != flags || h->reserved[0] || h->reserved[1])
         bad = snprintf(error, size, "flags 0x%02x or reserved bytes: must be 0x%02x and 0", h->flags, flags);
     else if (h->protocol != PROTOCOL_SIMPLE)
         bad = snprintf(error, size, "protocol %u: only Simple (%u) carries plain data", h->protocol, PROTOCOL_SIMPLE);

@@ -183,7 +183,7 @@ def _frames(data: bytes) -> Iterator[tuple[np.void, bytes]]:
     while at < len(data):
         header = np.frombuffer(data, wire.FRAME, 1, at)[0]
         assert (header["magic"], header["version"]) == (wire.MAGIC, wire.VERSION)
-        assert header["flags"] == wire.FLAG_TAGGED | wire.FLAG_PAYLOAD_CRC
+        assert header["flags"] & ~wire.FLAG_FIRST == wire.FLAG_TAGGED | wire.FLAG_PAYLOAD_CRC
         assert crc32c(data[at : at + wire.HEADER_BYTES - 4]) == header["header_crc"]
         at += wire.HEADER_BYTES
         payload = data[at : at + int(header["payload_len"])]

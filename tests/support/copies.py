@@ -25,7 +25,10 @@ def packet(
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Shape of one ring all-reduce; ``elements_per_slice`` bounds a slice, so it decides the number of loops."""
+    """Shape of one ring all-reduce; ``elements_per_slice`` bounds a slice, so it decides the number of loops.
+
+    ``host_ranks``: ranks on rank 0's host, of which a ring passes ``before`` before rank 0.
+    """
 
     count: int
     nranks: int = 4
@@ -33,6 +36,8 @@ class AllReduce:
     slices_per_chunk: int = 2
     datatype: int = 7
     elements_per_slice: int = 256
+    host_ranks: int = 1
+    before: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -59,15 +64,18 @@ class AllReduce:
         streams: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         size = wire.DATATYPES[self.datatype].nbytes
         for channel, place, first, n in self.slices():
-            # First tags its own chunk 0; last tags all others, chunk n - 1 in round 0.
-            ring_pos = 0 if place.chunk == 0 else self.nranks - 1
-            round_ = 0 if place.chunk == 0 else self.nranks - 1 - place.chunk
+            # First tags the chunk of its host's entry, when it has passed the host; last tags all others.
+            is_first = place.chunk == (self.nranks - self.before) % self.nranks
+            ring_pos = (self.host_ranks if is_first else self.nranks) - 1 - self.before
+            round_ = (ring_pos - place.chunk) % self.nranks
             sends = 2 * (self.nranks - 1)
             step = (place.loop * sends + self.nranks - 1 + round_) * self.slices_per_chunk + place.slice
             header = {
                 "datatype": self.datatype, "op_count": self.count, "step": step, "channel": channel,
                 "nchannels": self.nchannels, "ring_pos": ring_pos, "nranks": self.nranks,
-                "slices_per_chunk": self.slices_per_chunk, "incarnation": 1, "iteration": 1, "comm_id": 77,
+                "slices_per_chunk": self.slices_per_chunk, "host_ranks": self.host_ranks,
+                "flags": wire.FLAG_TAGGED | wire.FLAG_PAYLOAD_CRC | is_first * wire.FLAG_FIRST,
+                "incarnation": 1, "iteration": 1, "comm_id": 77,
             }  # fmt: skip
             data = wire.frame(content[first * size : (first + n) * size], **header | fields)
             streams.setdefault((channel, ring_pos), []).append((step, data))

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import checkmate.nccl_plugin.ring.backend  # noqa: F401
 from checkmate.config import CheckmateError
 from checkmate.nccl_plugin.binding import Plugin
+from checkmate.train.rings import probe_rings
 
 sys.path.append(str(Path(__file__).parents[1]))
 from support.threads import thread_names
@@ -326,6 +328,37 @@ def absent(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def shared_hosts(rank: int, size: int) -> None:
+    """Two hosts: once the rings are probed, what the boundary ranks send of a bucket would be tagged, but for want of
+    a tagged connection. Before, and in groups of other sizes, nothing would. Results agree as ever."""
+    made = groups((3,))[3]
+    plugin = Plugin()
+    plugin.set_incarnation(1)
+
+    def reduced(group: dist.ProcessGroup, ranks: int) -> dict[str, int]:
+        bucket = torch.full((3001,), float(rank + 1))
+        plugin.register_bucket(bucket.data_ptr(), bucket.nbytes, 0)
+        before = plugin.counters().untagged
+        dist.all_reduce(bucket, group=group)
+        after = plugin.counters().untagged
+        plugin.unregister_buckets()
+        check(bucket, torch.full((3001,), ranks * (ranks + 1) / 2), "bucket")
+        return {reason: count - before.get(reason, 0) for reason, count in after.items()}
+
+    found = reduced(made, size)
+    assert "no_option" not in found
+    probe_rings(SimpleNamespace(process_group=made, device="cpu"), plugin)  # type: ignore[arg-type]
+    assert not reduced(made, size).get("no_position")
+    channels = 2  # so many are used for so few bytes
+    frames = torch.tensor([reduced(made, size).get("no_option", 0), found.get("no_position", 0)])
+    dist.all_reduce(frames)
+    assert frames.tolist() == [channels * size * 2, channels * 2]
+    fewer = dist.new_group(list(range(size - 1)))
+    if rank < size - 1:
+        assert reduced(fewer, size - 1)["other_hosts"] == 1
+    dist.barrier()
+
+
 def idle(rank: int, size: int) -> None:
     """Waiting for a late rank costs no processor time, and an open group none either."""
     dist.barrier()
@@ -353,7 +386,7 @@ def _assert_no_proxies(within_s: float = 5.0) -> None:
 
 JOBS: dict[str, Job] = {
     job.__name__: job
-    for job in (collectives, group_life, refusals, empty_messages, determinism, ddp, killed, absent, idle)
+    for job in (collectives, group_life, refusals, empty_messages, determinism, ddp, killed, absent, idle, shared_hosts)
 }
 
 
@@ -389,6 +422,8 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.dump_traceback_later(100, exit=True)
     os.environ["CHECKMATE_IFNAME"] = "=lo"
+    if job is shared_hosts:
+        os.environ["CHECKMATE_HOST_RANKS"] = f"{size // 2},{size - size // 2}"
     with tempfile.TemporaryDirectory() as directory:
         os.environ["RING_STORE"] = str(Path(directory, "store"))
         pids = {}

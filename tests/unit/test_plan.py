@@ -2,7 +2,7 @@
 
 import io
 import json
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -101,6 +101,22 @@ def test_groups_without_a_live_shadow_are_only_forwarded(live: tuple[str, ...]) 
         assert bool(replicas) is bool(mirrored)
         assert all(len(value) == 1 + len(mirrored) for value in replicas)
     assert len(table(make_plan(TOPOLOGY, set(live)), L2_FORWARD)) == 2 * RANKS + 1
+
+
+def test_ranks_of_one_host_are_one_to_the_switch() -> None:
+    """Its rules know hosts: whatever rank of rank 0's host sends, and from whatever NIC, is the first rank's."""
+    data = TOPOLOGY.to_dict()
+    for host in data["hosts"]:
+        host["ranks"] = 2
+        host["nics"].append(nic("eth1", host["nics"][0]["port"] + 50))
+    for group in data["groups"]:
+        group["ranks"] = [name for name in group["ranks"] for _ in range(2)]
+    found = copies(make_plan(Topology.from_dict(data), {"s0", "s1", "s2"}))
+    for (source, target), replicas in copies(make_plan(TOPOLOGY, {"s0", "s1", "s2"})).items():
+        for out, to in product((source, source + 50), (target, target + 50)):
+            at = to & 0xFF
+            assert found.pop((out, to)) == tuple(sorted([Replica(at, 0), *(r for r in replicas if r.rid)]))
+    assert not found
 
 
 def test_forwarding_by_address_and_flooding_to_ranks_only() -> None:

@@ -50,3 +50,8 @@ def test_an_absent_rank_runs_into_the_timeout() -> None:
 
 def test_waiting_costs_no_processor_time() -> None:
     run("idle", 2)
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_ranks_that_share_hosts_find_their_places_in_the_rings(ranks: int) -> None:
+    run("shared_hosts", ranks)

@@ -75,7 +75,7 @@ WRONG = [
     (("policy",), "lossless", "policy: 'lossless' cannot be used; the target ebpf has no PFC"),
     (("switch", "pipes"), 2, "switch.pipes: 2 cannot be used; allowed: for the target tofino only"),
     (("switch", "link"), {"speed": "25G"}, "allowed: for the target tofino only; remove the key"),
-    (("hosts", 1, "ranks"), 2, "hosts[1].ranks: 'node1' runs 2 (default 1) but is in 1 groups (dp0)"),
+    (("hosts", 1, "ranks"), 2, "hosts[1].ranks: 'node1' runs 2 (default 1) but has 1 places in groups (dp0)"),
     (("hosts", 1, "ranks"), "8", "hosts[1].ranks: '8' cannot be used; allowed: a number of ranks, 0 to 64"),
     (("hosts", 1, "nics", 0, "mtu"), 9000, "hosts[1].nics[0].mtu: 9000 is not the job's 1500; every link"),
     (("hosts", 1, "nics", 0, "link"), {"speed": "1G"}, "link.speed: '1G' cannot be used; did you mean"),
@@ -109,7 +109,10 @@ WRONG = [
      "shadows[0].nics: 1 given, exactly 2 are needed"),
     (("groups", 0, "ranks"), ["node0"], "groups[0].ranks: ['node0'] cannot be used; allowed: 2 host names or more"),
     (("groups", 0, "ranks", 1), "nod1", "groups[0].ranks[1]: no host is named 'nod1'; did you mean 'node1'?"),
-    (("groups", 0, "ranks", 1), "node0", "groups[0].ranks[1]: 'node0' is used twice"),
+    (("groups", 0, "ranks", 1), "node0", "groups[0].ranks: all on 'node0': their gradients cross no"),
+    (("groups", 0, "ranks"), ["node0", "node0", "node1"],
+     "hosts[0].ranks: 'node0' runs 1 (default 1) but has 2 places in groups (dp0, dp0)"),
+    (("groups", 0, "ranks"), ["node0", "node1", "node0"], "groups[0].ranks[2]: 'node0' again, after 'node1'; a host's"),
     (("groups", 0, "shadows", 0), "node0", "groups[0].shadows[0]: no shadow is named 'node0'"),
     (("groups", 0, "shadows"), ["shadow0", "shadow0"], "groups[0].shadows[1]: 'shadow0' is used twice"),
 ]  # fmt: skip
@@ -143,7 +146,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 def test_a_host_in_two_groups_is_refused() -> None:
     data = copy.deepcopy(GOOD)
     data["groups"].append({"name": "dp1", "ranks": ["node1", "node0"], "shadows": []})
-    with pytest.raises(TopologyError, match=r"hosts\[0\]\.ranks: 'node0' runs 1 .* in 2 groups \(dp0, dp1\)"):
+    with pytest.raises(TopologyError, match=r"hosts\[0\]\.ranks: 'node0' runs 1 .* 2 places in groups \(dp0, dp1\)"):
         Topology.from_dict(data)
 
 

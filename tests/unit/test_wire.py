@@ -38,6 +38,7 @@ def test_constants_are_those_of_the_header() -> None:
     assert _define("CKM_WIRE_VERSION") == wire.VERSION
     assert _define("CKM_FLAG_TAGGED") == wire.FLAG_TAGGED
     assert _define("CKM_FLAG_PAYLOAD_CRC") == wire.FLAG_PAYLOAD_CRC
+    assert _define("CKM_FLAG_FIRST") == wire.FLAG_FIRST
     assert _define("CKM_MAX_PAYLOAD") == wire.MAX_PAYLOAD
     assert _define("CKM_TCPOPT_KIND") == wire.TCPOPT_KIND
     assert _define("CKM_TCPOPT_LEN") == wire.TCPOPT_LEN
@@ -72,14 +73,15 @@ def test_place_is_the_c_function(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_boundary_ranks_place_each_final_chunk_once(n: int) -> None:
-    """First's round 0 and last's rounds 0 to n - 2 (heartbeat tagging) are all chunks, once."""
-    chunks = []
-    for ring_pos in (0, n - 1):
-        for k in range(2 * (n - 1)):
-            place = wire.place(k, 1, ring_pos, n)
-            if place.final and (ring_pos == n - 1 or place.round == 0):
-                chunks.append(place.chunk)
-    assert sorted(chunks) == list(range(n))
+    """One round of first's and all of last's (heartbeat tagging) are all chunks, once, wherever rank 0 stands."""
+    for host_ranks, before in ((h, b) for h in range(1, n) for b in range(h)):
+        chunks = []
+        for is_first, ring_pos in ((True, host_ranks - 1 - before), (False, n - 1 - before)):
+            for k in range(2 * (n - 1)):
+                place = wire.place(k, 1, ring_pos, n)
+                if place.final and (not is_first or place.round == host_ranks - 1):
+                    chunks.append(place.chunk)
+        assert sorted(chunks) == list(range(n))
 
 
 def test_frame_has_valid_crcs() -> None:

@@ -27,6 +27,10 @@ enum checkmate_reason {
     CHECKMATE_OTHER_PROCESS,  /* the operation belongs to another process (PXN) */
     CHECKMATE_BAD_STEPS,      /* the number of steps is not a whole number of ring loops */
     CHECKMATE_NO_ROOM,        /* more operations at once than the plugin has room for */
+    CHECKMATE_OTHER_HOSTS,    /* CHECKMATE_HOST_RANKS is not that of this communicator, or not usable */
+    CHECKMATE_ONE_HOST,       /* all ranks are on one host: nothing of it crosses a switch */
+    CHECKMATE_NO_POSITION,    /* several ranks share a host, and the ring position in this channel was not probed */
+    CHECKMATE_TORN_RING,      /* a ring enters the host of rank 0 more than once */
     CHECKMATE_NO_OPTION,      /* (messages) the connection has no tagged flow: no counter map, no option */
     CHECKMATE_REASONS
 };
@@ -58,6 +62,12 @@ struct checkmate_param {
  * Registering a bucket's number or address again replaces the old entry.
  * Returns 0, or a negative errno: EINVAL (null, zero bytes), ENOSPC (too many buckets). */
 int checkmate_register_bucket(const void *ptr, size_t bytes, uint32_t bucket);
+
+/* Registers a probe in the same way. Where several ranks share a host, the position of a rank in a channel's ring is
+ * not told by anybody: it is read off the partial sums of one all-reduce of fp32 to which rank 0 contributes 1s and
+ * all others 0s. It is never tagged, and must be through before the first bucket is sent. It must be large enough that
+ * all channels are used and no chunk is empty. */
+int checkmate_register_probe(const void *ptr, size_t bytes);
 void checkmate_unregister_buckets(void);
 
 /* The optimizer step, from 1, that all-reduces enqueued from now on belong to. */

@@ -15,11 +15,12 @@
 #endif
 
 #define CKM_WIRE_MAGIC   0x464d4b43u /* "CKMF" */
-#define CKM_WIRE_VERSION 1u
+#define CKM_WIRE_VERSION 2u
 
 /* flags */
 #define CKM_FLAG_TAGGED      0x01u /* a final chunk, on the tagged flow; every field below is valid */
 #define CKM_FLAG_PAYLOAD_CRC 0x02u /* payload_crc is valid; always set with CKM_FLAG_TAGGED */
+#define CKM_FLAG_FIRST       0x04u /* sent by the first rank; without it, by the last: see ckm_is_tagged below */
 
 /* TCP option of the tagged flow: kind 253 (RFC 4727, RFC 6994), 8 bytes, the last 8 of the TCP header:
  * kind, length, ExID (16 bits, network order), value (32 bits, network order); counter = seq + value. */
@@ -51,10 +52,11 @@ struct ckm_frame {
     uint32_t tag; /* the net plugin's isend tag */
     uint16_t channel;
     uint16_t nchannels;
-    uint16_t ring_pos; /* of the sender in this channel's ring: 0 (first) or nranks - 1 (last) */
+    uint16_t ring_pos; /* of the sender in this channel's ring; rank 0 stands at 0 */
     uint16_t nranks;
     uint8_t slices_per_chunk;
-    uint8_t reserved[3];  /* 0 */
+    uint8_t host_ranks;   /* ranks on rank 0's host: 1 to nranks - 1 */
+    uint8_t reserved[2];  /* 0 */
     uint32_t payload_crc; /* CRC32C (RFC 3720) of the payload */
     uint32_t header_crc;  /* CRC32C of the 84 bytes before this field */
 };
@@ -89,6 +91,26 @@ static inline struct ckm_place ckm_place(uint32_t step, uint32_t slices_per_chun
     p.round = p.final ? k - (nranks - 1) : k;
     p.chunk = p.final ? (ring_pos + nranks - p.round) % nranks : (ring_pos + 2 * nranks - 1 - p.round) % nranks;
     return p;
+}
+
+/* Which final chunks are tagged. A ring enters the host of rank 0 at one rank, passes its host_ranks ranks, and leaves
+ * it at another. The *last* rank, before the entry, sends every final chunk but the entry's own, in all rounds of the
+ * all-gather half; that one leaves the host in round host_ranks - 1, sent by the *first* rank, at the exit. Together
+ * that is every final chunk, once, on the way between two hosts. */
+static inline uint32_t ckm_first_tagged_round(int is_first, uint32_t host_ranks)
+{
+    return is_first ? host_ranks - 1 : 0;
+}
+
+static inline int ckm_is_tagged(const struct ckm_place *place, int is_first, uint32_t host_ranks)
+{
+    return place->final && (!is_first || place->round == host_ranks - 1);
+}
+
+/* Where the two stand: the exit is less than host_ranks positions behind rank 0, the entry less than that before it. */
+static inline int ckm_is_boundary(uint32_t ring_pos, int is_first, uint32_t host_ranks, uint32_t nranks)
+{
+    return is_first ? ring_pos < host_ranks : ring_pos >= nranks - host_ranks && ring_pos < nranks;
 }
 
 #endif

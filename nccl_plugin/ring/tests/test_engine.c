@@ -37,13 +37,18 @@ static void *member_main(void *arg)
 {
     struct member *member = arg;
     struct job *job = member->job;
+    uint32_t each_alone[MAX_RANKS];
+    for (uint32_t r = 0; r < job->nranks; r++)
+        each_alone[r] = 1;
     struct ckm_ring_config config = {.plugin = mock_path,
                                      .name = "test",
                                      .comm_id = 77,
                                      .rank = member->rank,
                                      .nranks = job->nranks,
                                      .nchannels = job->nchannels,
-                                     .slice_bytes = SLICE};
+                                     .slice_bytes = SLICE,
+                                     .nhosts = job->nranks,
+                                     .host_ranks = each_alone};
     char error[256] = "";
     struct ckm_ring *ring = ckm_ring_create(&config, error, sizeof(error));
     CHECK(ring, "%s", error);

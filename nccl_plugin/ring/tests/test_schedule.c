@@ -17,21 +17,44 @@ static struct ckm_schedule schedule_of(enum ckm_pattern pattern, uint32_t n, uin
         .pattern = pattern, .nranks = n, .index = ix, .elem = 4, .count = count, .chunk = CHUNK};
 }
 
+/* Each rank once, rank 0 at position 0, the ranks of a host side by side. */
+static void check_order(const uint32_t *host_ranks, uint32_t nhosts, uint32_t n, uint32_t channel, uint32_t *order)
+{
+    uint32_t host[MAX_RANKS], seen = 0, changes = 0, rank = 0;
+    for (uint32_t h = 0; h < nhosts; h++)
+        for (uint32_t i = 0; i < host_ranks[h]; i++)
+            host[rank++] = h;
+    ckm_ring_order(host_ranks, nhosts, channel, order);
+    for (uint32_t i = 0; i < n; i++) {
+        seen |= 1u << order[i];
+        changes += host[order[i]] != host[order[(i + 1) % n]];
+    }
+    CHECK(order[0] == 0 && seen == (1u << n) - 1, "n %u channel %u is no ring from rank 0", n, channel);
+    CHECK(changes == (nhosts > 1 ? nhosts : 0), "n %u channel %u leaves hosts %u times, not %u", n, channel, changes,
+          nhosts);
+}
+
 static void test_order(void)
 {
     for (uint32_t n = 1; n <= MAX_RANKS; n++) {
-        for (uint32_t c = 0; c < 8; c++) {
-            uint32_t order[MAX_RANKS], seen = 0;
-            ckm_ring_order(n, c, order);
-            for (uint32_t i = 0; i < n; i++)
-                seen |= 1u << order[i];
-            CHECK(order[0] == 0 && seen == (1u << n) - 1, "n %u channel %u is no ring from rank 0", n, c);
-        }
         uint32_t a[MAX_RANKS], b[MAX_RANKS];
-        ckm_ring_order(n, 0, a);
-        ckm_ring_order(n, 1, b);
-        CHECK(n <= 2 || a[n - 1] != b[n - 1], "n %u: the first two channels end at the same rank", n);
+        for (uint32_t ends = 0; ends < 1u << (n - 1); ends++) { /* where a bit is set, a host ends behind that rank */
+            uint32_t host_ranks[MAX_RANKS] = {0}, nhosts = 0;
+            for (uint32_t rank = 0; rank < n; rank++) {
+                host_ranks[nhosts]++;
+                nhosts += ends >> rank & 1 || rank == n - 1;
+            }
+            for (uint32_t c = 0; c < 8; c++)
+                check_order(host_ranks, nhosts, n, c, a);
+            ckm_ring_order(host_ranks, nhosts, 0, a);
+            ckm_ring_order(host_ranks, nhosts, 1, b);
+            CHECK(nhosts < n || n <= 2 || a[n - 1] != b[n - 1], "n %u: the first two channels end at the same rank", n);
+        }
     }
+    /* Rank 0 neither enters nor leaves: 1 0 2 | 4 3 5. */
+    uint32_t two_hosts[] = {3, 3}, order[MAX_RANKS], expected[] = {0, 2, 4, 3, 5, 1};
+    ckm_ring_order(two_hosts, 2, 1, order);
+    CHECK(memcmp(order, expected, sizeof expected) == 0, "channel 1 of 3 + 3 ranks");
 }
 
 static void test_split(void)

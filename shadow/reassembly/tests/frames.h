@@ -63,15 +63,18 @@ struct shape {
     uint32_t count; /* elements */
     uint16_t nranks, nchannels;
     uint8_t slices_per_chunk;
-    uint32_t slice; /* elements of a slice at most */
+    uint32_t slice;     /* elements of a slice at most */
+    uint8_t host_ranks; /* ranks on rank 0's host; 0: 1 */
+    uint8_t entry;      /* how many of them a ring passes before rank 0 */
 };
 
+/* Of the first rank; its payload is still to be told. */
 static inline struct ckm_frame header_of(const struct shape *shape, uint64_t iteration, uint32_t bucket)
 {
     return (struct ckm_frame){
         .magic = CKM_WIRE_MAGIC,
         .version = CKM_WIRE_VERSION,
-        .flags = CKM_FLAG_TAGGED | CKM_FLAG_PAYLOAD_CRC,
+        .flags = CKM_FLAG_TAGGED | CKM_FLAG_PAYLOAD_CRC | CKM_FLAG_FIRST,
         .protocol = 2,
         .datatype = 7,
         .comm_id = 77,
@@ -83,6 +86,7 @@ static inline struct ckm_frame header_of(const struct shape *shape, uint64_t ite
         .nchannels = shape->nchannels,
         .nranks = shape->nranks,
         .slices_per_chunk = shape->slices_per_chunk,
+        .host_ranks = shape->host_ranks ? shape->host_ranks : 1,
     };
 }
 
@@ -106,14 +110,17 @@ static inline void put_op(struct bytes *to, const struct shape *shape, uint64_t 
     uint32_t slice = (end - begin + per_loop - 1) / per_loop;
     slice = slice < shape->slice ? slice : shape->slice;
     header.channel = channel;
-    header.ring_pos = last ? shape->nranks - 1 : 0;
+    header.ring_pos = last ? shape->nranks - 1 - shape->entry : header.host_ranks - 1 - shape->entry;
+    header.flags &= (uint8_t)(last ? ~CKM_FLAG_FIRST : ~0u);
     for (uint32_t loop = 0; loop == 0 || begin < end; loop++, begin += slice * per_loop)
-        for (uint32_t round = 0; round < (last ? shape->nranks - 1u : 1u); round++)
+        for (uint32_t round = 0; round < shape->nranks - 1u; round++)
             for (uint32_t s = 0; s < shape->slices_per_chunk; s++) {
                 header.step =
                     (loop * 2 * (shape->nranks - 1) + shape->nranks - 1 + round) * shape->slices_per_chunk + s;
                 struct ckm_place place =
                     ckm_place(header.step, shape->slices_per_chunk, header.ring_pos, shape->nranks);
+                if (!ckm_is_tagged(&place, !last, header.host_ranks))
+                    continue;
                 uint32_t from = begin + (place.chunk * shape->slices_per_chunk + s) * slice;
                 uint32_t left = from < end ? end - from : 0;
                 header.payload_len = (left < slice ? left : slice) * ELEMENT;

@@ -5,7 +5,7 @@
 #define NOW   1000u
 #define LATER (NOW + 500001u) /* beyond the time-out */
 
-static const struct shape shape = {COUNT, 4, 1, 2, 8};
+static const struct shape shape = {COUNT, 4, 1, 2, 8, 1, 0};
 static uint8_t content[COUNT * ELEMENT];
 
 struct flow_stream {
@@ -227,7 +227,7 @@ static void test_payload_crc(void)
 
 static void test_payload_crc_of_long_frames(void)
 {
-    static const struct shape large = {40000, 2, 1, 1, 20000};
+    static const struct shape large = {40000, 2, 1, 1, 20000, 1, 0};
     static uint8_t zeros[40000 * ELEMENT];
     for (size_t wrong = 0; wrong < 80000; wrong += 1999) {
         struct ckm_core *core = new_core();
@@ -266,7 +266,7 @@ static void test_header_fields(void)
         uint64_t value;
         const char *reason;
     } cases[] = {
-        {offsetof(struct ckm_frame, version), 1, 2, "version 2"},
+        {offsetof(struct ckm_frame, version), 1, 1, "version 1"},
         {offsetof(struct ckm_frame, flags), 1, CKM_FLAG_TAGGED, "flags 0x01"},
         {offsetof(struct ckm_frame, reserved), 1, 1, "reserved"},
         {offsetof(struct ckm_frame, protocol), 1, 0, "protocol 0"},
@@ -280,6 +280,9 @@ static void test_header_fields(void)
         {offsetof(struct ckm_frame, nranks), 2, 1, "of 1 ranks"},
         {offsetof(struct ckm_frame, nranks), 2, 0, "of 0 ranks"},
         {offsetof(struct ckm_frame, ring_pos), 2, 1, "ring_pos 1"},
+        {offsetof(struct ckm_frame, host_ranks), 1, 0, "0 of them"},
+        {offsetof(struct ckm_frame, host_ranks), 1, 2, "is not tagged"}, /* it leaves the host one round later */
+        {offsetof(struct ckm_frame, host_ranks), 1, 4, "4 of them"},
         {offsetof(struct ckm_frame, channel), 2, 256, "channel 256"},
         {offsetof(struct ckm_frame, nchannels), 2, 0, "of 0"},
         {offsetof(struct ckm_frame, slices_per_chunk), 1, 0, "slices_per_chunk"},

@@ -46,6 +46,8 @@ static void choose_job(struct job *job)
         .slices_per_chunk = (uint8_t)(1 + rnd(2)),
         .slice = 1 + rnd(large ? 20000 : 200),
     };
+    job->shape.host_ranks = (uint8_t)(1 + rnd(job->shape.nranks - 1u));
+    job->shape.entry = (uint8_t)rnd(job->shape.host_ranks);
     job->buckets = 1 + rnd(MAX_BUCKETS);
     job->flows = job->shape.nchannels * 2u;
     job->segment_bytes = 1 + rnd(rnd(2) || large ? 1448 : 200);

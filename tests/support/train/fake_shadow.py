@@ -197,6 +197,9 @@ class FakePlugin:
         if self.incarnation:
             self.tagged.append((self.iteration, bucket, nbytes))
 
+    def register_probe(self, ptr: int, nbytes: int) -> None:
+        raise AssertionError("each rank has a host of its own")
+
     def unregister_buckets(self) -> None:
         self.registered.clear()
 
