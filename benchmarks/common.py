@@ -67,10 +67,11 @@ def count(text: str) -> int:
     return int(text)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
+def add_output_options(parser: argparse.ArgumentParser, plot: bool = True) -> None:
     """``--json`` and ``--plot``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot to this file (.png, .svg, .pdf)")
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot to this file (.png, .svg, .pdf)")
 
 
 def add_kinds_option(parser: argparse.ArgumentParser, kinds: Sequence[str]) -> None:

@@ -6,7 +6,9 @@ are those of the bare module: use ``ddp.module``, not its DistributedDataParalle
 weights) is an entry of kind ``alias.FIRST_NAME`` without elements.
 """
 
+import contextlib
 import math
+import mmap
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +27,8 @@ MASTER = "master:"
 
 _CHUNK = 1 << 20
 """Bytes between two looks at the CRC and the time-out: small enough to be summed while in cache."""
+_MADV_POPULATE_WRITE = 23
+"""madvise(2); Python's mmap doesn't name it."""
 
 
 class TensorError(CheckmateError):
@@ -246,11 +250,19 @@ def _entry(line: Sequence[Any]) -> tuple[str, str, torch.dtype, list[int], list[
 def _receive_tensor(
     sock: socket.socket, name: str, kind: str, dtype: torch.dtype, shape: list[int], stride: list[int]
 ) -> Tensor:
-    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    pages = _new_pages(nbytes) if nbytes >= _CHUNK else None
+    tensor = (
+        torch.empty_strided(shape, stride, dtype=dtype)
+        if pages is None
+        else torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
+    )
     view = _flat_bytes(tensor).numpy().data
     crc = 0
-    for start in range(0, len(view), _CHUNK):
+    for start in range(0, nbytes, _CHUNK):
         part = view[start : start + _CHUNK]
+        if pages is not None:
+            _populate(pages, start, len(part))
         _receive_into(sock, part, f"{kind} {name!r}")
         crc = crc32c(part, crc)
     trailer = bytearray(4)
@@ -259,6 +271,16 @@ def _receive_tensor(
     if sent != crc:
         raise TensorError(f"{kind} {name!r} is damaged: CRC32C {crc:08x} of what arrived, {sent:08x} of what was sent")
     return tensor
+
+
+def _new_pages(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _populate(pages: mmap.mmap, start: int, nbytes: int) -> None:
+    """All at once: a fault for every page, while a socket is read, costs more than the reading."""
+    with contextlib.suppress(OSError):  # before Linux 5.14
+        pages.madvise(_MADV_POPULATE_WRITE, start, nbytes)
 
 
 def _receive_into(sock: socket.socket, view: memoryview, what: str) -> None:

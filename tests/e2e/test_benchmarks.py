@@ -69,3 +69,11 @@ def test_hop(tmp_path: Path) -> None:
     assert ("bmv2 mirrored" in rows) is (shutil.which("simple_switch_grpc") is not None)
     assert all(row["rate"]["least"] > 0 and row["latency_us"]["least"] > 0 for row in rows.values())
     assert plot.stat().st_size > 0
+
+
+def test_restore() -> None:
+    measured = figures("restore.py", "--megabytes=8", "--ranks=1,2", "--repetitions=2")
+    kinds = {"one TCP stream", "one TCP stream, used memory", "memcpy", "restore, 1 rank", "restore, 2 ranks"}
+    assert measured["rates"].keys() == kinds
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in measured["rates"].values())
+    assert measured["against_stream"]["one TCP stream"]["median"] == 1

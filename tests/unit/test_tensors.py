@@ -94,6 +94,17 @@ def test_dense_tensors_are_not_copied() -> None:
     assert recorder.addresses == [tensor.data_ptr()]
 
 
+def test_tensors_of_many_pages_arrive_whole(pair: Any) -> None:
+    sent = [torch.randn(700, 1001).t(), torch.randint(0, 255, ((3 << 20) + 5,), dtype=torch.uint8)]
+    sender = threading.Thread(target=send_tensors, args=(pair[0], sent))
+    sender.start()
+    received = receive_tensors(pair[1], [describe(str(index), "param", tensor) for index, tensor in enumerate(sent)])
+    sender.join()
+    assert all(is_same(*both) and both[0].stride() == both[1].stride() for both in zip(received, sent, strict=True))
+    received[0].add_(1)
+    assert torch.equal(received[0], sent[0] + 1), "the memory is ours to write"
+
+
 def test_damage_is_named(pair: Any) -> None:
     tensor = torch.arange(4.0)
     raw = bytearray(tensor.numpy().tobytes())
