@@ -50,9 +50,15 @@ class SwitchKind(StrEnum):
     bmv2 = "bmv2"
 
 
+RanksPerHost = Annotated[
+    int, typer.Option(min=1, max=7, help="Ranks on each training node, which is a network namespace.")
+]
+
+
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training processes.")] = 4,
+    ranks_per_host: RanksPerHost = 1,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 40,
     params: Annotated[int, typer.Option(min=100_000, help="Approximate number of model parameters.")] = 3_000_000,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
@@ -67,20 +73,21 @@ def demo(
 ) -> None:
     """Train, checkpoint every iteration, kill a rank, restore from the shadow, compare bit for bit.
 
-    Trains a small GPT on the licence texts in /usr/share/common-licenses with DistributedDataParallel. Every rank, the
+    Trains a small GPT on the licence texts in /usr/share/common-licenses with DistributedDataParallel. Every host, the
     switch and the shadow live in network namespaces of this machine; nothing outside them is touched and all is removed
     at the end. Needs root. Exit code 1 if the restored run differs in one bit from a run that never failed.
     """
     from checkmate.demo import DemoOptions, run_demo  # noqa: PLC0415 - keeps --help fast
 
-    options = DemoOptions(ranks, steps, params, mtu, channels, switch.value, kill, seed, keep, as_json)
+    options = DemoOptions(ranks, steps, params, mtu, channels, ranks_per_host, switch.value, kill, seed, keep, as_json)
     if not run_demo(options, Console(stderr=as_json)):
         raise typer.Exit(1)
 
 
 @app.command()
 def lab(
-    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training nodes, each in a network namespace.")] = 4,
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="Training processes.")] = 4,
+    ranks_per_host: RanksPerHost = 1,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
 ) -> None:
@@ -93,9 +100,8 @@ def lab(
 
     if mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
-    serve_lab(
-        LabConfig(ranks, mtu, switch.value), partial(Console().print, soft_wrap=True, markup=False, highlight=False)
-    )
+    lab_config = LabConfig(ranks, mtu, switch.value, ranks_per_host=ranks_per_host)
+    serve_lab(lab_config, partial(Console().print, soft_wrap=True, markup=False, highlight=False))
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -44,6 +44,7 @@ class DemoOptions:
     params: int = 3_000_000
     mtu: int = 1500
     channels: int = 2
+    ranks_per_host: int = 1
     switch: str = "ebpf"
     kill: str = "random"
     seed: int = 0
@@ -111,7 +112,9 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
         console.print(f"removed what the killed run {prefix} had left behind")
     with sigterm_interrupts():
         try:
-            lab_config = LabConfig(options.ranks, options.mtu, options.switch, "demo")
+            lab_config = LabConfig(
+                options.ranks, options.mtu, options.switch, "demo", ranks_per_host=options.ranks_per_host
+            )
             with Lab(lab_config, options.keep, partial(console.print, soft_wrap=True)) as lab:
                 result = _Demo(options, kill, lab, console).run()
         except KeyboardInterrupt:
@@ -259,7 +262,7 @@ def tagged_bytes(notes: list[dict[str, Any]], steps: int) -> int:
 
 
 class _Killer:
-    """Kills one rank's node while its all-reduce is on the wire."""
+    """Kills one rank's processes while its all-reduce is on the wire."""
 
     patience = 0.005
     """Seconds between two looks until the kill."""
@@ -295,11 +298,13 @@ class _Killer:
 
     def _strike(self, committed: int) -> None:
         lab = self._services.lab
-        netns = lab.topology.hosts[self._kill.rank].netns
+        topology = lab.topology
+        netns = topology.host(topology.groups[0].ranks[self._kill.rank]).netns
         pids = subprocess.run(["ip", "netns", "pids", str(netns)], capture_output=True, text=True, check=True).stdout
         for pid in map(int, pids.split()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, FileNotFoundError):
+                if f"RANK={self._kill.rank}" in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+                    os.kill(pid, signal.SIGKILL)
         self._killed_at = time.monotonic()
         self._committed_then = committed
         notes = metrics.read(lab.directory / "metrics")

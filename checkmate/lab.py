@@ -1,8 +1,8 @@
 """A rack in network namespaces on one machine: the embedded default of the demo, the tests and the benchmarks.
 
-Every rank, the shadow, the switch and the management network get a namespace of their own::
+Every host (of one rank or more), the shadow, the switch and the management network get a namespace of their own::
 
-    PREFIX-r0 … PREFIX-rN   eth0 ──► switch port 1 … N           mgmt0 ──► management bridge
+    PREFIX-r0 … PREFIX-rN   eth0 … ──► switch ports 1 … N        mgmt0 ──► management bridge
     PREFIX-shadow0          rx0, rx1 ──► switch ports N+1, N+2   mgmt0 ──► management bridge
     PREFIX-switch           p1 … pN+2                            mgmt0 ──► management bridge
     PREFIX-mgmt             br0, the bridge; the launcher and the controller run here
@@ -12,6 +12,7 @@ All of it is removed when the lab closes. A lab whose owner was killed (its lock
 """
 
 import fcntl
+import ipaddress
 import os
 import re
 import secrets
@@ -34,6 +35,8 @@ from checkmate.topology import Endpoint, Group, Host, Nic, Shadow, Switch, Topol
 ROOT = Path("/run/checkmate")
 _PREFIX = re.compile(r"ckm\d+(-\d+)?")
 _STOP_SECONDS = 10.0
+_FIRST_TABLE = 100
+"""Number of the routing table of a host's first NIC."""
 _DROP_ALL = "1,6 0 0 2,"  # classic BPF of one instruction: return TC_ACT_SHOT
 _STEER = 'for mask in /sys/class/net/*/queues/rx-*/rps_cpus; do echo "$1" > "$mask" || exit; done'
 _BMV2_WINDOW_FRAMES = 24
@@ -64,8 +67,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class LabConfig:
-    """Size of a lab: ``ranks`` nodes, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
+    """Size of a lab: ``ranks``, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
 
+    ``ranks_per_host``: ranks that share a host, which has ``nics`` interfaces; the last host may have fewer ranks.
     ``placement`` None: everything runs where the kernel puts it.
     """
 
@@ -74,18 +78,24 @@ class LabConfig:
     target: str = "ebpf"
     job: str = "lab"
     placement: Placement | None = None
+    ranks_per_host: int = 1
+    nics: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ranks_per_host < self.ranks:
+            raise CheckmateError(
+                f"{self.ranks} ranks, {self.ranks_per_host} on each host: the job needs two hosts or more; "
+                f"allowed: 1 to {self.ranks - 1} on each"
+            )
 
 
 def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
     """Topology of a lab whose namespaces begin with ``prefix``."""
-    ranks = range(lab.ranks)
-    hosts = tuple(
-        Host(f"node{r}", f"10.255.0.{10 + r}", (Nic("eth0", _mac(1, r), f"10.1.0.{10 + r}", 1 + r),), f"{prefix}-r{r}")
-        for r in ranks
-    )
-    nics = tuple(Nic(f"rx{i}", _mac(2, i), f"10.1.0.{200 + i}", lab.ranks + 1 + i) for i in (0, 1))
+    hosts = tuple(_lab_host(lab, prefix, h) for h in range(-(-lab.ranks // lab.ranks_per_host)))
+    first = len(hosts) * lab.nics + 1
+    nics = tuple(Nic(f"rx{i}", _mac(2, i), f"10.1.0.{200 + i}", first + i) for i in (0, 1))
     shadow = Shadow("shadow0", "10.255.0.100", nics, f"{prefix}-shadow0")
-    ports = range(1, lab.ranks + 3)
+    ports = range(1, first + 2)
     return Topology(
         job=lab.job,
         mtu=lab.mtu,
@@ -99,8 +109,15 @@ def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
         ),
         hosts=hosts,
         shadows=(shadow,),
-        groups=(Group("dp0", tuple(host.name for host in hosts), (shadow.name,)),),
+        groups=(Group("dp0", tuple(host.name for host in hosts for _ in range(host.ranks)), (shadow.name,)),),
     )
+
+
+def _lab_host(lab: LabConfig, prefix: str, index: int) -> Host:
+    numbers = [index * lab.nics + i for i in range(lab.nics)]
+    nics = tuple(Nic(f"eth{i}", _mac(1, n), f"10.1.0.{10 + n}", 1 + n) for i, n in enumerate(numbers))
+    ranks = min(lab.ranks_per_host, lab.ranks - index * lab.ranks_per_host)
+    return Host(f"node{index}", f"10.255.0.{10 + index}", nics, f"{prefix}-r{index}", ranks)
 
 
 def _mac(kind: int, index: int) -> str:
@@ -231,6 +248,8 @@ class Lab:
             for host in topology.hosts:
                 _sysctl(host.netns, f"net.ipv4.tcp_rmem=4096 {window} {window}")
         self._bring_links_up(nodes, switch)
+        for host in topology.hosts:
+            _route_by_source(host)
         if self._config.placement:
             self._steer_packets(self._config.placement)
         # Mounts of our own: whether and where the machine has them varies, and nothing of ours is left in its.
@@ -308,6 +327,21 @@ def clean_stale() -> list[str]:
             removed.append(directory.name)
             _remove_lab(directory.name, directory, keep=False)
     return removed
+
+
+def _route_by_source(host: Host) -> None:
+    """Where a host has several NICs in one network, what is sent from the address of one leaves through that one."""
+    if len(host.nics) < 2:
+        return
+    for setting in ("arp_ignore=1", "arp_announce=2"):
+        _sysctl(host.netns, f"net.ipv4.conf.all.{setting}")
+    for table, nic in enumerate(host.nics, _FIRST_TABLE):
+        network = ipaddress.ip_interface(f"{nic.ip}/24").network
+        rules = [
+            f"route add {network} dev {nic.name} src {nic.ip} table {table}",
+            f"rule add from {nic.ip} table {table}",
+        ]
+        _ip_batch(rules, host.netns)
 
 
 def _require_root() -> None:

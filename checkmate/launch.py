@@ -64,7 +64,8 @@ def run_job(job: Job) -> None:
     launch_config = _launch_config(topology, group, job, local)
     _require_own_address(launch_config.local_addr, "registrar" if local else f"management_ip of {job.node}")
     worker = ["-P", "-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
-    with _counter_map(job) as counter_map, _environment(job_environment(topology, job, counter_map)):
+    here = {} if local or job.node is None else {"CHECKMATE_NODE": job.node}
+    with _counter_map(job) as counter_map, _environment(job_environment(topology, job, counter_map) | here):
         try:
             elastic_launch(launch_config, sys.executable)("-u", *worker)
         except ChildFailedError as error:
@@ -99,14 +100,14 @@ def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> d
 
 
 def _launch_config(topology: Topology, group: Group, job: Job, local: bool) -> LaunchConfig:
-    nodes = 1 if local else len(group.ranks)
+    nodes = 1 if local else len(group.hosts)
     first = topology.registrar.host if local else topology.host(group.ranks[0]).management_ip
     here = first if local or job.node is None else topology.host(job.node).management_ip
     redirect = Std.ALL if job.logs else Std.NONE
     return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
-        nproc_per_node=len(group.ranks) if local else 1,
+        nproc_per_node=len(group.ranks) if local or job.node is None else topology.host(job.node).ranks,
         run_id=topology.job,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{first}:{RENDEZVOUS_PORT}",

@@ -81,6 +81,10 @@ class Host:
     netns: str | None = None
     ranks: int = 1
 
+    def nics_of(self, local_rank: int) -> tuple[Nic, ...]:
+        """The NICs that one of the host's ranks uses: its share, or, where ranks are more than NICs, one."""
+        return self.nics[local_rank % len(self.nics) :: self.ranks]
+
 
 @dataclass(frozen=True)
 class Shadow:
@@ -113,6 +117,11 @@ class Group:
     def hosts(self) -> tuple[str, ...]:
         """Its hosts in the order of their ranks; the first is that of rank 0."""
         return tuple(dict.fromkeys(self.ranks))
+
+    @property
+    def host_ranks(self) -> tuple[int, ...]:
+        """Of each of these hosts: how many of the group's ranks run on it."""
+        return tuple(self.ranks.count(host) for host in self.hosts)
 
 
 @dataclass(frozen=True)

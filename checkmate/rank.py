@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from checkmate.topology import load_topology
+from checkmate.topology import Topology, load_topology
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -19,7 +19,8 @@ def main() -> None:
     """Replace this process by the training script."""
     topology_file, script, *args = sys.argv[1:]
     topology = load_topology(Path(topology_file))
-    host = topology.host(topology.groups[0].ranks[int(os.environ["RANK"])])
+    rank = _rank(topology)
+    host = topology.host(topology.groups[0].ranks[rank])
     libc = ctypes.CDLL(None, use_errno=True)
     # An agent that is killed can't stop its ranks: they must not outlive it.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -27,8 +28,32 @@ def main() -> None:
         with Path("/run/netns", host.netns).open() as netns:
             if libc.setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host.netns}")
-    os.environ["CHECKMATE_IFNAME"] = "=" + ",".join(nic.name for nic in host.nics)
+    os.environ.update(rank_environment(topology, rank))
     os.execv(sys.executable, [sys.executable, "-P", "-u", "-m", "checkmate.train.bootstrap", script, *args])
+
+
+def _rank(topology: Topology) -> int:
+    """The agent's number; on a machine of its own that of the topology: agents are numbered by address, not by host."""
+    node = os.environ.get("CHECKMATE_NODE")
+    if node is None:
+        return int(os.environ["RANK"])
+    return topology.groups[0].ranks.index(node) + int(os.environ["LOCAL_RANK"])
+
+
+def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
+    """What this rank alone finds in its environment: its place, its NICs, and who shares a host with whom."""
+    group = topology.groups[0]
+    host = topology.host(group.ranks[rank])
+    local = group.ranks[:rank].count(host.name)
+    values = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(host.ranks),
+        "CHECKMATE_IFNAME": "=" + ",".join(nic.name for nic in host.nics_of(local)),
+    }
+    if max(group.host_ranks) > 1:
+        values["CHECKMATE_HOST_RANKS"] = ",".join(map(str, group.host_ranks))
+    return values
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,18 +29,38 @@ pytestmark = [*needs_root, pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS = (2, 3, 4, 8)
 LOSSY_RANKS = (4,)
 CHANNELS = (1, 2, 4)
-LINKS = {"1500": (1500, 0), "9000": (9000, 0), "1500 lossy": (1500, 40), "9000 lossy": (9000, 25)}
-"""MTU, and of how many packets one gets lost at each place (0: of none).
+RUN_S = 300.0
 
-On lossy links nothing is left to the hardware: packets are seen as they are lost and sent again, check sums included.
-"""
+
+@dataclass(frozen=True)
+class Shape:
+    """A rack: MTU, of how many packets one gets lost at each place (0: of none), the jobs' numbers of ranks, and hosts.
+
+    On lossy links nothing is left to the hardware: packets are seen as they are lost and sent again, check sums too.
+    """
+
+    mtu: int = 1500
+    one_in: int = 0
+    ranks: tuple[int, ...] = RANKS
+    ranks_per_host: int = 1
+    nics: int = 1
+
+
+RACKS = {
+    "1500": Shape(),
+    "9000": Shape(9000),
+    "1500 lossy": Shape(1500, 40, LOSSY_RANKS),
+    "9000 lossy": Shape(9000, 25, LOSSY_RANKS),
+    "2 on each host": Shape(ranks=(4,), ranks_per_host=2),
+    "2 on each host with 2 NICs": Shape(ranks=(4,), ranks_per_host=2, nics=2),
+    "3 on each host with 2 NICs": Shape(9000, ranks=(7,), ranks_per_host=3, nics=2),
+}
 CASES = [
     pytest.param(name, ranks, channels, id=f"{name}-{ranks}-ranks-{channels}-channels")
-    for name, (_, one_in) in LINKS.items()
-    for ranks in (LOSSY_RANKS if one_in else RANKS)
+    for name, shape in RACKS.items()
+    for ranks in shape.ranks
     for channels in CHANNELS
 ]
-RUN_S = 300.0
 
 
 class Flow(NamedTuple):
@@ -52,7 +72,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of a tagged flow between two ranks."""
+    """A frame of a tagged flow between two hosts, by their numbers."""
 
     source: int
     target: int
@@ -72,11 +92,12 @@ class Frame:
 class Traffic:
     """All that was seen on a rack. ``sent``: packets of the ranks. ``copies``: frames at each port of the shadow.
 
-    ``frames``: those of the tagged flows, by (ranks, channels). ``counters``: of the switch.
+    ``hosts``: numbers by address. ``frames``: those of the tagged flows, by (ranks, channels). ``counters``: of the
+    switch.
     """
 
     results: Path
-    addresses: tuple[str, ...]
+    hosts: dict[str, int]
     sent: list[Packet]
     copies: tuple[list[bytes], ...]
     streams: dict[Flow, bytes]
@@ -91,34 +112,39 @@ def racks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traffic]:
 
     @cache
     def traffic(name: str) -> Traffic:
-        mtu, one_in = LINKS[name]
-        with rack(max(RANKS), mtu) as built:
-            return _run(built, tmp_path_factory.mktemp("results"), one_in)
+        shape = RACKS[name]
+        with rack(
+            max(RANKS if shape.ranks_per_host == 1 else shape.ranks),
+            shape.mtu,
+            ranks_per_host=shape.ranks_per_host,
+            nics=shape.nics,
+        ) as built:
+            return _run(built, tmp_path_factory.mktemp("results"), shape)
 
     return traffic
 
 
-def _run(rack: Rack, results: Path, one_in: int) -> Traffic:
+def _run(rack: Rack, results: Path, shape: Shape) -> Traffic:
     topology = rack.lab.topology
     switch, (shadow,) = topology.switch, topology.shadows
     assert switch.netns is not None and shadow.netns is not None
-    if one_in:
-        _make_lossy(rack, one_in)
+    if shape.one_in:
+        _make_lossy(rack, shape.one_in)
     with (
         CounterProgram.load(rack.lab.bpf) as program,
         Capture(switch.netns, None, incoming=True) as entering,
         Capture(shadow.netns, None, incoming=True) as copied,
     ):
-        _all_reduce(rack, results, program.map_path, LOSSY_RANKS if one_in else RANKS)
-    ports = [switch.interfaces[host.nics[0].port] for host in topology.hosts]
+        _all_reduce(rack, results, program.map_path, shape.ranks)
+    ports = [switch.interfaces[nic.port] for host in topology.hosts for nic in host.nics]
     sent = [packet for port in ports for packet in entering.packets(port)]
-    addresses = tuple(host.nics[0].ip for host in topology.hosts)
-    streams, frames = _parse(sent, addresses)
+    hosts = {nic.ip: number for number, host in enumerate(topology.hosts) for nic in host.nics}
+    streams, frames = _parse(sent, hosts)
     controller = rack.services.controller_status()
     assert controller is not None
     return Traffic(
         results=results,
-        addresses=addresses,
+        hosts=hosts,
         sent=sent,
         copies=tuple([frame for name, frame in copied.frames if name == nic.name] for nic in shadow.nics),
         streams=streams,
@@ -157,7 +183,7 @@ def _all_reduce(rack: Rack, results: Path, counter_map: Path, ranks: Sequence[in
 
 
 def _parse(
-    sent: Sequence[Packet], addresses: Sequence[str]
+    sent: Sequence[Packet], hosts: Mapping[str, int]
 ) -> tuple[dict[Flow, bytes], dict[tuple[int, int], list[Frame]]]:
     """Streams of all packets that have the mark and payload, and the frames that they are made of."""
     flows: dict[Flow, list[Packet]] = defaultdict(list)
@@ -167,7 +193,7 @@ def _parse(
     streams = {flow: link.stream(packets) for flow, packets in flows.items()}
     by_comm: dict[int, list[Frame]] = defaultdict(list)
     for flow, data in streams.items():
-        source, target = (addresses.index(address) for address in (flow.source, flows[flow][0].target))
+        source, target = hosts[flow.source], hosts[flows[flow][0].target]
         parsed = [Frame(source, target, header, payload) for header, payload in _frames(data)]
         (comm,) = {frame["comm_id"] for frame in parsed}
         by_comm[comm] += parsed
@@ -183,7 +209,7 @@ def _frames(data: bytes) -> Iterator[tuple[np.void, bytes]]:
     while at < len(data):
         header = np.frombuffer(data, wire.FRAME, 1, at)[0]
         assert (header["magic"], header["version"]) == (wire.MAGIC, wire.VERSION)
-        assert header["flags"] & ~wire.FLAG_FIRST == wire.FLAG_TAGGED | wire.FLAG_PAYLOAD_CRC
+        assert int(header["flags"]) & ~wire.FLAG_FIRST == wire.FLAG_TAGGED | wire.FLAG_PAYLOAD_CRC
         assert crc32c(data[at : at + wire.HEADER_BYTES - 4]) == header["header_crc"]
         at += wire.HEADER_BYTES
         payload = data[at : at + int(header["payload_len"])]
@@ -214,27 +240,40 @@ def test_every_final_chunk_is_tagged_exactly_once(racks: Any, name: str, ranks: 
 
 @pytest.mark.parametrize(("name", "ranks", "channels"), CASES)
 def test_only_the_boundary_ranks_tag(racks: Any, name: str, ranks: int, channels: int) -> None:
-    """First tags its own chunk in round 0, last tags all that it sends of the second half."""
+    """First tags the chunk of its host's entry as it leaves the host, last all that it sends of the second half."""
     traffic: Traffic = racks(name)
+    host_ranks = RACKS[name].ranks_per_host
+    chunks: dict[tuple[int, bool], set[int]] = defaultdict(set)
     senders: dict[int, set[int]] = defaultdict(set)
     for frame in traffic.frames[ranks, channels]:
-        place = frame.place
-        assert place.final
-        senders[frame["channel"]].add(frame.source)
-        if frame["ring_pos"] == 0:
-            assert (frame.source, place.chunk, place.round) == (0, 0, 0)
-        else:
-            assert (frame.target, frame["ring_pos"]) == (0, ranks - 1)
-            assert place.chunk != 0
-    assert senders.keys() == set(range(channels))
-    assert all(len(found) == 2 and 0 in found for found in senders.values())
+        place, is_first = frame.place, bool(frame["flags"] & wire.FLAG_FIRST)
+        assert place.final and frame["host_ranks"] == host_ranks
+        assert (frame.source == 0, frame.target == 0) == (is_first, not is_first)
+        assert place.round == host_ranks - 1 or not is_first
+        assert host_ranks > 1 or frame["ring_pos"] == (0 if is_first else ranks - 1)
+        chunks[frame["channel"], is_first].add(place.chunk)
+        senders[frame["channel"]].add(frame["ring_pos"])
+    assert chunks.keys() == {(channel, is_first) for channel in range(channels) for is_first in (True, False)}
+    assert all(len(found) == (1 if is_first else ranks - 1) for (_, is_first), found in chunks.items())
+    assert all(len(found) == 2 for found in senders.values())
+    if host_ranks > 1 and channels > 1:
+        assert len({min(chunks[channel, True]) for channel in range(channels)}) > 1, "rings enter at different ranks"
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", ["2 on each host with 2 NICs", "3 on each host with 2 NICs"])
+def test_ranks_of_a_host_use_all_of_its_nics(racks: Any, name: str) -> None:
+    """What a rank sends leaves through its own NIC."""
+    traffic: Traffic = racks(name)
+    assert {flow.source for flow in traffic.streams if traffic.hosts[flow.source] == 0} == {
+        address for address, host in traffic.hosts.items() if host == 0
+    }
+
+
+@pytest.mark.parametrize("name", RACKS)
 def test_mark_and_option_are_on_all_tagged_payload_and_nowhere_else(racks: Any, name: str) -> None:
     """Also on what is sent again: what a counter names is always the same byte (``link.stream``)."""
     traffic: Traffic = racks(name)
-    mtu, one_in = LINKS[name]
+    mtu, one_in = RACKS[name].mtu, RACKS[name].one_in
     marked = [packet for packet in traffic.sent if packet.dscp & DSCP_TAG]
     tagged = [packet for packet in marked if packet.payload]
     assert all(packet.option is not None and packet.last and packet.dscp == DSCP_TAG for packet in tagged)
@@ -256,11 +295,11 @@ def test_mark_and_option_are_on_all_tagged_payload_and_nowhere_else(racks: Any, 
     assert not any(count["packets"] for count in traffic.counters["malformed"].values())
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", RACKS)
 def test_the_shadow_gets_every_tagged_byte_with_the_counter_as_sequence_number(racks: Any, name: str) -> None:
-    """Rank 0's on its first port, all others' on the second; valid check sums; at most the MTU; nothing else."""
+    """From rank 0's host on its first port, else on the second; valid check sums; at most the MTU; nothing else."""
     traffic: Traffic = racks(name)
-    mtu, _ = LINKS[name]
+    mtu = RACKS[name].mtu
     for port, frames in enumerate(traffic.copies):
         copies: dict[Flow, list[Packet]] = defaultdict(list)
         for frame in frames:
@@ -270,7 +309,7 @@ def test_the_shadow_gets_every_tagged_byte_with_the_counter_as_sequence_number(r
             assert len(frame) <= 14 + mtu
             assert _checksums_are_valid(frame)
             copies[Flow(copy.source, copy.ports)].append(copy)
-        expected = {flow for flow in traffic.streams if (traffic.addresses.index(flow.source) > 0) == bool(port)}
+        expected = {flow for flow in traffic.streams if (traffic.hosts[flow.source] > 0) == bool(port)}
         assert copies.keys() == expected
         for flow, packets in copies.items():
             assert link.copied_stream(packets) == traffic.streams[flow]

@@ -185,12 +185,12 @@ def parameter_bytes(state: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def rack(ranks: int, mtu: int = 1500, shadow_options: Sequence[str] = ()) -> Iterator[Rack]:
-    """A lab with running services; skips the test where something is not built."""
+def rack(ranks: int, mtu: int = 1500, shadow_options: Sequence[str] = (), **shape: Any) -> Iterator[Rack]:
+    """A lab with running services; skips the test where something is not built. ``shape``: more of ``LabConfig``."""
     try:
         for name in ("switch.bpf.o", "counter.bpf.o", "libcheckmate_net.so", "libcheckmate_shadow.so"):
             library(name)
     except CheckmateError as error:
         pytest.skip(str(error))
-    with Lab(LabConfig(ranks, mtu, job="test")) as lab:
+    with Lab(LabConfig(ranks, mtu, job="test", **shape)) as lab:
         yield Rack(lab, Services(lab, shadow_options).start())

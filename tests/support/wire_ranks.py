@@ -13,13 +13,16 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import checkmate.nccl_plugin.ring.backend  # noqa: F401
 from checkmate.nccl_plugin.binding import Plugin
+from checkmate.rank import rank_environment
 from checkmate.topology import Topology, load_topology
+from checkmate.train.rings import probe_rings
 
 BUCKETS = (60_001, 5, 12_288)
 """Elements (float32) of each bucket: several loops and a ragged end, empty slices, whole slices."""
@@ -41,6 +44,7 @@ def _work(rank: int, size: int, channels: Sequence[int], results: Path) -> None:
     for number in channels:
         os.environ.update(CHECKMATE_CHANNELS=str(number), CHECKMATE_SLICE_BYTES=str(SLICE_BYTES))
         group = dist.new_group()
+        probe_rings(SimpleNamespace(process_group=group, device="cpu"), plugin)  # type: ignore[arg-type]
         for iteration in ITERATIONS:
             torch.manual_seed(1000 * iteration + rank)
             buckets = [torch.randn(count) for count in BUCKETS]
@@ -75,11 +79,12 @@ def _stay_plain(plugin: Plugin, group: dist.ProcessGroup, buckets: Sequence[torc
 def _rank_main(topology: Topology, rank: int, size: int, channels: Sequence[int], results: Path, store: Path) -> None:
     status = 1
     try:
-        host = topology.hosts[rank]
+        environment = rank_environment(topology, rank)
+        host = topology.host(topology.groups[0].ranks[rank])
         with Path(f"/run/netns/{host.netns}").open() as netns:
             if ctypes.CDLL(None, use_errno=True).setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"setns {host.netns}")
-        os.environ["CHECKMATE_IFNAME"] = "=" + host.nics[0].name
+        os.environ.update(environment)
         torch.set_num_threads(1)
         dist.init_process_group(
             "checkmate",
