@@ -65,4 +65,3 @@ def test_a_run_with_a_launcher_on_each_host_loses_a_rank_and_nothing_else() -> N
         assert_equal(load_state(folder / "whole.pt"), load_state(folder / "job.pt"))
         status = place.status()
         assert status["committed"] == STEPS
-        print(place.lab.log_tail("job-node0.log"), sorted(p.name for p in folder.iterdir()))
