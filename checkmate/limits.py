@@ -18,7 +18,14 @@ class Limits:
     nodes: int
 
 
-_TABLES = {"classify": 64, "port_role": 512, "heartbeat": 4096, "l2_forward": 4096, "rewrite": 2048}
+_TABLES = {
+    "classify": 64,
+    "port_role": 512,
+    "heartbeat": 4096,
+    "live_group": 1024,
+    "l2_forward": 4096,
+    "rewrite": 2048,
+}
 
 LIMITS = {
     # The data path's own maps: p4/ebpf/maps.h.
@@ -54,6 +61,7 @@ class _Group(Protocol):
 
 _TABLE_REASONS = {
     "heartbeat": ("groups", "one for each ordered pair of NICs of two hosts of a group"),
+    "live_group": ("groups", "two for each receiving NIC"),
     "l2_forward": ("hosts", "one for each NIC of a host"),
     "port_role": ("hosts", "one for each NIC of a host or shadow"),
     "rewrite": ("shadows", "one for each NIC of a shadow"),

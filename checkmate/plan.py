@@ -21,12 +21,15 @@ from checkmate.topology import Group, Nic, Topology, TopologyError, mac_to_int
 CLASSIFY = "CheckmateIngress.classify"
 PORT_ROLE = "CheckmateIngress.port_role"
 HEARTBEAT = "CheckmateIngress.heartbeat"
+LIVE_GROUP = "CheckmateIngress.live_group"
 L2_FORWARD = "CheckmateIngress.l2_forward"
 REWRITE = "CheckmateEgress.rewrite"
 
 REPLICATE = "CheckmateIngress.replicate"
 """Its one parameter, ``group``, names a multicast group, as that of FLOOD does."""
 FLOOD = "CheckmateIngress.flood"
+GROUP_IS_LIVE = "CheckmateIngress.group_is_live"
+"""Of a multicast group: it is there. Without such an entry, heartbeat entries that name the group only forward."""
 
 FLOOD_GROUP = 1
 SCHEMA = 1
@@ -70,7 +73,9 @@ class Entry:
     @property
     def group(self) -> int | None:
         """The multicast group that the entry refers to, if it does."""
-        return dict(self.params)["group"] if self.action in (REPLICATE, FLOOD) else None
+        fields: dict[str, int | Ternary] = dict(self.match if self.table == LIVE_GROUP else self.params)
+        group = fields.get("group")
+        return group if isinstance(group, int) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, addresses as text."""
@@ -242,8 +247,9 @@ def make_plan(topology: Topology, live_shadows: AbstractSet[str]) -> Plan:
     flood = Multicast(FLOOD_GROUP, tuple(sorted(Replica(nic.port, 0) for _, nic in hosts)))
     names = {FLOOD_GROUP: "broadcast and unknown addresses"}
     names |= dict(_numbers(topology).values())
+    live = (Entry(LIVE_GROUP, (("group", group.id),), GROUP_IS_LIVE) for group in groups)
     rules = Rules.of(
-        [*_forwarding(topology, [nic for _, nic in hosts]), *_shadow_ports(topology), *heartbeats],
+        [*_forwarding(topology, [nic for _, nic in hosts]), *_shadow_ports(topology), *heartbeats, *live],
         [flood, *groups],
     )
     plan = Plan(

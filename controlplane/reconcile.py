@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from checkmate.controlplane.ownership import scope
 from checkmate.controlplane.target import Kind, Target, TargetError, Update
-from checkmate.plan import HEARTBEAT, L2_FORWARD, Entry, Item, Multicast, Rules, diff
+from checkmate.plan import HEARTBEAT, L2_FORWARD, LIVE_GROUP, Entry, Item, Multicast, Rules, diff
 
 BATCH = 256
 """Updates in one request at most."""
@@ -54,11 +54,12 @@ def batches(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
 
 def _steps(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
     held: dict[object, Item] = {item.key: item for item in current.items}
-    misled = _misled(current, wanted)
+    lost, misled = _lost(current), _misled(current, wanted)
     forwarding = [entry for entry in wanted.entries if entry.table == L2_FORWARD]
     copying = [entry for entry in wanted.entries if entry.table != L2_FORWARD]
     flooded = {entry.group for entry in forwarding}
 
+    yield [_remove(held, entry) for entry in lost]
     # What training needs comes first: whatever the switch refuses later, its traffic flows.
     yield list(_writes(held, (entry for entry in forwarding if not _refers(entry))))
     yield [_remove(held, entry) for entry in misled]
@@ -79,19 +80,25 @@ def _refers(item: Item) -> bool:
     return isinstance(item, Entry) and item.group is not None
 
 
-def _misled(current: Rules, wanted: Rules) -> list[Entry]:
-    """Copying entries that refer to no group, or to one whose number means another destination in ``wanted``.
-
-    Without them their traffic is forwarded by address.
-    """
-    before = {group.id: group.forwarding for group in current.groups}
-    after = {group.id: group.forwarding for group in wanted.groups}
-    entries = [entry for entry in current.entries if entry.table == HEARTBEAT and entry.group is not None]
+def _copying(rules: Rules) -> list[tuple[Entry, tuple[int, ...]]]:
+    """Entries that copy, with the ports that their groups forward to. Without them frames are forwarded by address."""
+    forwarding = {group.id: group.forwarding for group in rules.groups}
     return [
-        entry
-        for entry in entries
-        if entry.group not in before or before[entry.group] != after.get(entry.group, before[entry.group])
+        (entry, forwarding.get(entry.group, ()))
+        for entry in rules.entries
+        if entry.table in (HEARTBEAT, LIVE_GROUP) and entry.group is not None
     ]
+
+
+def _lost(current: Rules) -> list[Entry]:
+    """Copying entries whose group forwards to nobody, or does not exist: a switch may be losing frames by them."""
+    return [entry for entry, ports in _copying(current) if not ports]
+
+
+def _misled(current: Rules, wanted: Rules) -> list[Entry]:
+    """Copying entries that refer to a group whose number means another destination in ``wanted``."""
+    after: dict[int | None, tuple[int, ...]] = {group.id: group.forwarding for group in wanted.groups}
+    return [entry for entry, ports in _copying(current) if ports and ports != after.get(entry.group, ports)]
 
 
 def _writes(held: dict[object, Item], items: Iterable[Entry] | Iterable[Multicast]) -> Iterator[Update]:

@@ -107,6 +107,9 @@ class Datapath(Protocol):
     def set_l2_default(self, action: L2Action) -> None:
         """Where frames to any other address go."""
 
+    def set_live_group(self, group: int, live: bool) -> None:
+        """Whether copies may be made with a multicast group; without, or without the group, frames are forwarded."""
+
     def set_group(self, group: int, replicas: tuple[Replica, ...] | None) -> None:
         """Members of a multicast group, at most ``max_replicas``."""
 

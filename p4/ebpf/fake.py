@@ -18,6 +18,7 @@ class FakeDatapath:
         self.l2: dict[bytes, L2Action] = {}
         self.l2_default: L2Action = Drop()
         self.groups: dict[int, tuple[Replica, ...]] = {}
+        self.live_groups: set[int] = set()
         self.rewrites: dict[tuple[int, int], Rewrite] = {}
         self.counts: dict[tuple[Counter, int], Count] = {}
         self.heartbeat_counts: dict[tuple[int, bytes], Count] = {}
@@ -55,6 +56,10 @@ class FakeDatapath:
     def set_l2_default(self, action: L2Action) -> None:
         self.calls += 1
         self.l2_default = action
+
+    def set_live_group(self, group: int, live: bool) -> None:
+        self.calls += 1
+        (self.live_groups.add if live else self.live_groups.remove)(group)
 
     def set_group(self, group: int, replicas: tuple[Replica, ...] | None) -> None:
         self.calls += 1

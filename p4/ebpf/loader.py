@@ -118,6 +118,7 @@ class Switch:
         self._l2 = loaded.map("l2", "struct ckm_l2_key", "struct ckm_l2")
         self._l2_default = loaded.map("l2_default", "uint32_t", "struct ckm_l2")
         self._groups = loaded.map("groups", "uint32_t", "struct ckm_group")
+        self._live_groups = loaded.map("live_groups", "uint32_t", "uint32_t")
         self._rewrites = loaded.map("rewrites", "struct ckm_rewrite_key", "struct ckm_rewrite")
         self._counters = loaded.map("counters", "uint32_t", "struct ckm_count", per_cpu=True)
         self._free_slots = list(range(constants.CKM_HEARTBEATS))
@@ -179,6 +180,12 @@ class Switch:
 
     def set_l2_default(self, action: L2Action) -> None:
         self._l2_default.set(0, _l2_value(action))
+
+    def set_live_group(self, group: int, live: bool) -> None:
+        if live:
+            _set(self._live_groups, group, 1)
+        else:
+            self._live_groups.delete(group)
 
     def set_group(self, group: int, replicas: tuple[Replica, ...] | None) -> None:
         if replicas is None:

@@ -9,7 +9,7 @@
 #define CKM_PORTS         512        /* port numbers are bit<9> */
 #define CKM_DSCPS         64         /* DSCP values are bit<6> */
 #define CKM_REPLICAS      64         /* members of a multicast group */
-#define CKM_GROUPS        1024       /* multicast groups */
+#define CKM_GROUPS        1024       /* multicast groups, and entries of the table live_group */
 #define CKM_HEARTBEATS    4096       /* entries of the table heartbeat */
 #define CKM_L2_ENTRIES    4096       /* entries of the table l2_forward */
 #define CKM_REWRITES      2048       /* entries of the table rewrite */

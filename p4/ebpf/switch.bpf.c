@@ -81,6 +81,14 @@ struct {
     __type(value, struct ckm_group);
 } groups SEC(".maps");
 
+/* Multicast groups that copies may be made with, by number; values say nothing. */
+struct {
+    __uint(type, BPF_MAP_TYPE_HASH);
+    __uint(max_entries, CKM_GROUPS);
+    __type(key, uint32_t);
+    __type(value, uint32_t);
+} live_groups SEC(".maps");
+
 struct {
     __uint(type, BPF_MAP_TYPE_HASH);
     __uint(max_entries, CKM_REWRITES);
@@ -270,7 +278,7 @@ static __always_inline int heartbeat(struct __sk_buff *skb, const struct packet 
         return -1;
     uint32_t id = entry->group, index = entry->counter;
     add(bpf_map_lookup_elem(&heartbeat_counters, &index), p);
-    const struct ckm_group *group = bpf_map_lookup_elem(&groups, &id);
+    const struct ckm_group *group = bpf_map_lookup_elem(&live_groups, &id) ? bpf_map_lookup_elem(&groups, &id) : NULL;
     int verdict = group ? replicate(skb, group, from, CKM_MARK) : -1;
     if (verdict < 0)
         count(CKM_GROUP_MISSING, from, p);

@@ -25,6 +25,7 @@ class Tables:
             "CheckmateIngress.classify": self._classify,
             "CheckmateIngress.port_role": self._port_role,
             "CheckmateIngress.heartbeat": self._heartbeat,
+            "CheckmateIngress.live_group": self._live_group,
             "CheckmateIngress.l2_forward": self._l2_forward,
             "CheckmateEgress.rewrite": self._rewrite,
         }
@@ -70,6 +71,9 @@ class Tables:
     def _heartbeat(self, match: Mapping[str, FieldValue], _: int, call: Call | None) -> None:
         group = call.arguments["group"] if call else None
         self._datapath.set_heartbeat(match["ingress_port"].value, _mac(match["ethernet.dst_addr"].value), group)
+
+    def _live_group(self, match: Mapping[str, FieldValue], _: int, call: Call | None) -> None:
+        self._datapath.set_live_group(match["group"].value, call is not None)
 
     def _l2_forward(self, match: Mapping[str, FieldValue], _: int, call: Call | None) -> None:
         self._datapath.set_l2(_mac(match["ethernet.dst_addr"].value), _l2_action(call) if call else None)

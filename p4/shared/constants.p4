@@ -23,6 +23,7 @@ const bit<3> TAGGED_CLASS = 4;
 #define PORTS           512
 #define CLASSIFY_SIZE   64
 #define HEARTBEAT_SIZE  4096
+#define LIVE_GROUP_SIZE 1024
 #define L2_FORWARD_SIZE 4096
 #define REWRITE_SIZE    2048
 

@@ -69,6 +69,27 @@
         size = HEARTBEAT_SIZE;
     }
 
+    action group_is_live() {
+    }
+
+    action group_is_not_live() {
+        meta.group = NO_GROUP;
+    }
+
+    /* A replication engine drops what is for a group that it does not have, and nothing here can ask it. So a group is
+     * used only while the control plane says that it is there. */
+    table live_group {
+        key = {
+            meta.group: exact @name("group");
+        }
+        actions = {
+            group_is_live;
+            @defaultonly group_is_not_live;
+        }
+        const default_action = group_is_not_live;
+        size = LIVE_GROUP_SIZE;
+    }
+
     action forward(bit<9> port) {
         meta.known = 1;
         meta.port = port;
@@ -115,6 +136,7 @@
             if (hdr.option.isValid() && hdr.option.kind == OPTION_KIND && hdr.option.length == OPTION_LENGTH &&
                 hdr.option.exid == OPTION_EXID) {
                 if (heartbeat.apply().hit) {
+                    live_group.apply();
                     if (meta.group == NO_GROUP) {
                         COUNT(group_missing, INGRESS_PORT);
                     }

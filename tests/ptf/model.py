@@ -73,7 +73,7 @@ class Model:
         if entry is None:
             return False
         self.entry_frames[entry.key] += 1
-        members = self._members(entry.group, port)
+        members = self._members(entry.group, port) if self._entry("live_group", group=entry.group or 0) else []
         if not members:
             self._count("CheckmateIngress.group_missing", port, frame)
         for to, rid in members:

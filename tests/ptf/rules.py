@@ -1,6 +1,6 @@
 """The rules that the packet tests begin with: three ranks, a registrar and two shadow ports."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ptf import frames
 from ptf.frames import REGISTRAR, REGISTRAR_TCP
@@ -10,8 +10,10 @@ from checkmate import config
 from checkmate.plan import (
     CLASSIFY,
     FLOOD,
+    GROUP_IS_LIVE,
     HEARTBEAT,
     L2_FORWARD,
+    LIVE_GROUP,
     PORT_ROLE,
     REPLICATE,
     REWRITE,
@@ -61,10 +63,15 @@ def rules(
     heartbeats: Mapping[tuple[int, int], int] | None = None,
     rewrites: tuple[int, ...] = SHADOW_PORTS,
     flood_rid: int = 0,
+    live: Iterable[int] | None = None,
 ) -> Rules:
-    """All rules; groups, heartbeats, rewritten ports and the flood group's ids other than usual where given."""
+    """All rules; groups, heartbeats, rewritten ports and the flood group's ids other than usual where given.
+
+    ``live``: groups that are declared live, None: those with members.
+    """
     groups = GROUPS if groups is None else groups
     heartbeats = HEARTBEATS if heartbeats is None else heartbeats
+    live = [number for number, replicas in groups.items() if replicas] if live is None else live
     registrar = (("registrar_ip", address(REGISTRAR)), ("registrar_port", REGISTRAR_TCP))
     entries = [
         Entry(CLASSIFY, (("ipv4.dscp", Ternary(frames.TAG, frames.TAG)),), "CheckmateIngress.mark_tagged", priority=1),
@@ -77,6 +84,7 @@ def rules(
         ),
         *(rewrite(port) for port in rewrites),
         *(heartbeat(source, target, group) for (source, target), group in heartbeats.items()),
+        *(Entry(LIVE_GROUP, (("group", number),), GROUP_IS_LIVE) for number in live),
     ]
     flood = Multicast(FLOOD_GROUP, tuple(Replica(port, flood_rid) for port in TRAINER_PORTS))
     return Rules.of(entries, [flood, *(Multicast(number, replicas) for number, replicas in groups.items())])

@@ -15,7 +15,7 @@ from scapy.layers.l2 import ARP, Dot1AD, Dot1Q, Ether
 from scapy.packet import Raw
 
 from checkmate import config
-from checkmate.controlplane.reconcile import reconcile
+from checkmate.controlplane.reconcile import batches, reconcile
 from checkmate.controlplane.target import Kind, TargetError, Update
 from checkmate.plan import Multicast, Replica
 
@@ -249,7 +249,6 @@ def test_what_is_forwarded_to_a_shadow_port_is_not_rewritten(switch: SwitchUnder
 
 
 def test_a_group_that_is_not_configured_only_costs_the_copy(reprogrammed: SwitchUnderTest) -> None:
-    needs_to_see_missing_groups(reprogrammed)
     reprogrammed.program(rules(heartbeats=HEARTBEATS | {(1, 2): 99}))
     forwarded(reprogrammed, tcp(1, 2), "tagged_in", "group_missing")
     reprogrammed.program(rules(groups=GROUPS | {10: ()}))
@@ -258,8 +257,13 @@ def test_a_group_that_is_not_configured_only_costs_the_copy(reprogrammed: Switch
     copied(reprogrammed, tcp(1, 2))
 
 
+def test_a_group_that_is_not_declared_live_makes_no_copies(reprogrammed: SwitchUnderTest) -> None:
+    reprogrammed.program(rules(live=(11, 12)))
+    forwarded(reprogrammed, tcp(1, 2), "tagged_in", "group_missing")
+    copied(reprogrammed, tcp(2, 3), 2, 3, 6)
+
+
 def test_a_group_that_is_deleted_under_traffic(reprogrammed: SwitchUnderTest) -> None:
-    needs_to_see_missing_groups(reprogrammed)
     held = {number: replicas for number, replicas in GROUPS.items() if number != 10}
     for _ in range(3):
         reprogrammed.program(rules(groups=held))
@@ -268,15 +272,36 @@ def test_a_group_that_is_deleted_under_traffic(reprogrammed: SwitchUnderTest) ->
         copied(reprogrammed, tcp(1, 2))
 
 
-def needs_to_see_missing_groups(switch: SwitchUnderTest) -> None:
-    """Where the data path can't, the control plane alone keeps entries and groups together."""
-    if not switch.sees_missing_groups:
-        pytest.skip(f"the data path of {switch.name} does not notice that a group is missing")
+@pytest.mark.parametrize("left", [None, ()])
+def test_a_live_group_that_is_gone_or_empty(reprogrammed: SwitchUnderTest, left: tuple[Replica, ...] | None) -> None:
+    """What no controller of ours does: its next pass is what ends it where the data path can't see it."""
+    groups = {number: replicas for number, replicas in GROUPS.items() if number != 10}
+    reprogrammed.program(rules(groups=groups if left is None else groups | {10: left}, live=GROUPS))
+    if reprogrammed.sees_missing_groups:
+        forwarded(reprogrammed, tcp(1, 2), "tagged_in", "group_missing")
+    else:
+        assert not reprogrammed.exchange((1, tcp(1, 2)))
+    reconcile(reprogrammed.control, rules())
+    reprogrammed.rules = rules()
+    copied(reprogrammed, tcp(1, 2))
+
+
+def test_no_frame_is_lost_between_any_two_writes_of_the_control_plane(reprogrammed: SwitchUnderTest) -> None:
+    """Shadows come and go: after each single update, a tagged frame of each pair of ranks reaches the next rank."""
+    for goal in (rules(groups={}, heartbeats={}), rules()):
+        for batch in batches(reprogrammed.control.read(), goal):
+            for update in batch:
+                reprogrammed.control.apply([update])
+                sent = {target: (source, tcp(source, target)) for source, target in HEARTBEATS}
+                out = reprogrammed.exchange(*sent.values())
+                assert {port: out[port] for port in sent} == {port: [frame] for port, (_, frame) in sent.items()}
+        assert reprogrammed.control.read() == goal
+    reprogrammed.rules = rules()
 
 
 def test_an_entry_that_leads_to_no_group_is_reported_and_repaired(reprogrammed: SwitchUnderTest) -> None:
     reprogrammed.program(rules(heartbeats=HEARTBEATS | {(1, 2): 99}))
-    forwarded(reprogrammed, tcp(1, 2, tos=0))
+    forwarded(reprogrammed, tcp(1, 2), "tagged_in", "group_missing")
     outcome = reconcile(reprogrammed.control, rules())
     assert [entry.group for entry in outcome.dangling] == [99]
     reprogrammed.rules = rules()

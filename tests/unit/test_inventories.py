@@ -39,6 +39,7 @@ def test_what_a_plan_needs(name: str) -> None:
     assert len(topology.groups) == groups
     assert used["heartbeat entries"] == heartbeats
     assert used["multicast groups"] == multicasts == len(plan.rules.groups)
+    assert used["live_group entries"] == multicasts - 1
     assert used["rewrite entries"] == rewrites
     assert used["l2_forward entries"] == forwarding
     assert used["port_role entries"] == sum(len(node.nics) for node in topology.nodes)

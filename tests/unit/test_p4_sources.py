@@ -50,6 +50,7 @@ def test_the_option_is_that_of_the_wire_format(name: str, c_name: str) -> None:
         ("PORTS", "CKM_PORTS"),
         ("CLASSIFY_SIZE", "CKM_DSCPS"),
         ("HEARTBEAT_SIZE", "CKM_HEARTBEATS"),
+        ("LIVE_GROUP_SIZE", "CKM_GROUPS"),
         ("L2_FORWARD_SIZE", "CKM_L2_ENTRIES"),
         ("REWRITE_SIZE", "CKM_REWRITES"),
     ],

@@ -83,26 +83,30 @@ def group(number: int, *replicas: tuple[int, int]) -> Any:
 HEARTBEAT = entry("heartbeat", (1, MAC), action("replicate", 7))
 FORWARD = entry("l2_forward", (MAC,), action("forward", 2))
 ROLE = entry("port_role", (3,), action("shadow_port", 0x0A010001, 7702))
+LIVE = entry("live_group", (7,), action("group_is_live"))
 REWRITE = entry("rewrite", (3, 1), action("to_shadow", 0x02434B000003, MAC, 0x0A0100C8))
 
 
 def test_entries_reach_the_data_path_and_leave_it(world: World) -> None:
-    for new in (HEARTBEAT, FORWARD, ROLE, REWRITE, classify(0x20, 0x20)):
+    entries = (HEARTBEAT, LIVE, FORWARD, ROLE, REWRITE, classify(0x20, 0x20))
+    for new in entries:
         world.write(INSERT, table_entry=new)
     path = world.datapath
     assert path.heartbeats == {(1, MAC_BYTES): 7}
+    assert path.live_groups == {7}
     assert path.l2 == {MAC_BYTES: Forward(2)}
     assert path.shadow_ports == {3: Registrar(0x0A010001, 7702)}
     assert path.rewrites == {(3, 1): Rewrite(bytes.fromhex("02434b000003"), MAC_BYTES, 0x0A0100C8)}
     assert path.tagged_dscps == frozenset(range(0x20, 0x40))
-    assert len(world.read(table_entry=p4runtime_pb2.TableEntry())) == 5
-    for old in (HEARTBEAT, FORWARD, ROLE, REWRITE, classify(0x20, 0x20)):
+    assert len(world.read(table_entry=p4runtime_pb2.TableEntry())) == len(entries)
+    for old in entries:
         world.write(DELETE, table_entry=old)
-    assert not (path.heartbeats or path.l2 or path.shadow_ports or path.rewrites or path.tagged_dscps)
+    assert not (path.heartbeats or path.live_groups or path.l2 or path.shadow_ports)
+    assert not (path.rewrites or path.tagged_dscps)
     assert world.read(table_entry=p4runtime_pb2.TableEntry()) == []
 
 
-@pytest.mark.parametrize("new", [HEARTBEAT, FORWARD, ROLE, REWRITE, classify(1, 3)])
+@pytest.mark.parametrize("new", [HEARTBEAT, LIVE, FORWARD, ROLE, REWRITE, classify(1, 3)])
 def test_what_is_written_is_read(world: World, new: Any) -> None:
     written = p4runtime_pb2.TableEntry()
     written.CopyFrom(new)
@@ -253,7 +257,7 @@ def test_the_default_action_of_l2_forward(world: World) -> None:
 
 
 def test_other_default_actions_are_constant(world: World) -> None:
-    for table in ("classify", "port_role", "heartbeat", "rewrite"):
+    for table in ("classify", "port_role", "heartbeat", "live_group", "rewrite"):
         world.refuses("PERMISSION_DENIED", MODIFY, table_entry=entry(table, is_default_action=True))
         (read,) = world.read(table_entry=entry(table, is_default_action=True))
         assert read.table_entry.action.action.action_id == TABLES[table].initial_default_action.action_id

@@ -15,6 +15,7 @@ from checkmate.plan import (
     FLOOD_GROUP,
     HEARTBEAT,
     L2_FORWARD,
+    LIVE_GROUP,
     PORT_ROLE,
     REWRITE,
     Entry,
@@ -177,7 +178,7 @@ def test_the_difference_is_readable() -> None:
     before, after = (make_plan(TOPOLOGY, live).rules for live in ({"s0", "s2"}, {"s0", "s1"}))
     change = diff(before, after)
     assert not diff(before, before) and str(diff(before, before)) == ""
-    assert {item.table for item in change.removed if isinstance(item, Entry)} == {HEARTBEAT}
+    assert {item.table for item in change.removed if isinstance(item, Entry)} == {HEARTBEAT, LIVE_GROUP}
     assert all(isinstance(item, Multicast) for pair in change.changed for item in pair) and not change.added
     lines = str(change).splitlines()
     assert "- heartbeat: ingress_port=5 ethernet.dst_addr=02:00:00:00:00:06 → replicate(group=14)" in lines

@@ -227,7 +227,7 @@ def test_different_from_the_live_switch_while_a_controller_runs(server: Server) 
         assert "+ heartbeat: ingress_port=1 ethernet.dst_addr=02:c4:ec:00:01:01 → replicate(group=6)" in lines
         assert lines[-1] == "the switch copies to no shadow: for that plan give --live none"
         told = json.loads(plan(DEMO, "--diff", "--switch", address, "--json").output)
-        assert not told["equal"] and len(told["added"]) == 7 + 12 and not told["removed"] and not told["changed"]
+        assert not told["equal"] and len(told["added"]) == 7 + 7 + 12 and not told["removed"] and not told["changed"]
         assert plan(DEMO, "--diff", "--switch", address, "--live", "none").exit_code == 0
         assert controller.read() == rules, "looking has changed nothing"
         controller.apply([])  # and the controller is still the primary

@@ -18,7 +18,9 @@ from checkmate.plan import (
     FLOOD_GROUP,
     HEARTBEAT,
     L2_FORWARD,
+    LIVE_GROUP,
     Entry,
+    Item,
     Multicast,
     Plan,
     Replica,
@@ -78,12 +80,12 @@ plans = st.builds(
 
 
 def delivered(rules: Rules, ingress: int, mac: int | Ternary) -> set[int]:
-    """Ports that a tagged packet reaches unchanged, as the data plane does it."""
+    """Ports that a tagged packet reaches unchanged, as the P4 targets do it: blind for a group that is not there."""
     groups = {group.id: set(group.forwarding) for group in rules.groups}
     entries = {entry.key: entry for entry in rules.entries}
     hit = entries.get((HEARTBEAT, (("ingress_port", ingress), ("ethernet.dst_addr", mac)), 0))
-    if hit and hit.group in groups:
-        return groups[hit.group]
+    if hit and hit.group is not None and (LIVE_GROUP, (("group", hit.group),), 0) in entries:
+        return groups.get(hit.group, set())
     hit = entries.get((L2_FORWARD, (("ethernet.dst_addr", mac),), 0)) or entries.get((L2_FORWARD, (), 0))
     if hit is None:
         return set()
@@ -93,16 +95,23 @@ def delivered(rules: Rules, ingress: int, mac: int | Ternary) -> set[int]:
 
 
 def assert_forwards(rules: Rules, plan: Plan) -> None:
-    """Every flow that ``plan`` copies reaches its destination under ``rules``."""
+    """Every flow between ranks of ``plan`` reaches its destination under ``rules``."""
+    assert not lost(rules, plan)
+
+
+def lost(rules: Rules, plan: Plan) -> set[tuple[int, int]]:
+    """Flows between ranks of ``plan``, by their two ports, that do not reach their destination under ``rules``."""
     forward = {
         dict(entry.match)["ethernet.dst_addr"]: dict(entry.params)["port"]
         for entry in plan.rules.entries
         if entry.table == L2_FORWARD and entry.match
     }
-    for mac, port in forward.items():
-        for ingress in forward.values():
-            if ingress != port:
-                assert port in delivered(rules, ingress, mac)
+    return {
+        (ingress, port)
+        for mac, port in forward.items()
+        for ingress in forward.values()
+        if ingress != port and port not in delivered(rules, ingress, mac)
+    }
 
 
 def interrupted(target: FakeTarget, wanted: Rules, stop_after: int, seed: int) -> None:
@@ -170,13 +179,78 @@ def test_no_flow_is_led_astray_when_group_numbers_change_meaning(seed: int) -> N
     assert target.read() == new.rules
 
 
+@settings(max_examples=150)
+@given(
+    plans=st.tuples(plans, plans),
+    stop=st.integers(0, 60),
+    damage=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_no_write_costs_a_flow_whatever_the_switch_had_lost(
+    plans: tuple[Plan, Plan], stop: int, damage: float, seed: int
+) -> None:
+    """From what a dead controller and somebody else left, with entries or groups gone, tables or groups cleared.
+
+    Each update is a prefix of the writes: none of them, in any order within its batch, may cost a frame.
+    """
+    target, (first, second) = Damaged(), plans
+    apply_some(target, target.read(), first.rules, stop, seed)
+    target.damage(random.Random(seed), damage)
+    shuffle, missing = random.Random(seed).shuffle, lost(target.read(), second)
+    for batch in batches(target.read(), second.rules):
+        shuffle(batch)
+        for update in batch:
+            target.apply([update])
+            before, missing = missing, lost(target.read(), second)
+            assert missing <= before
+    assert not missing and target.read() == second.rules
+
+
+class Damaged(FakeTarget):
+    """A switch that loses things behind its controller's back."""
+
+    def damage(self, rng: random.Random, part: float) -> None:
+        """Lose this part of the entries, of the groups, or of both; groups may lose their members instead."""
+        kinds: tuple[type[Item], ...] = rng.choice([(Entry,), (Multicast,), (Entry, Multicast)])
+        for key, item in list(self._items.items()):
+            if isinstance(item, kinds) and rng.random() < part:
+                del self._items[key]
+                if isinstance(item, Multicast) and rng.random() < 0.3:
+                    self._items[key] = replace(item, replicas=())
+
+
+def test_the_first_writes_end_the_loss_of_frames() -> None:
+    """A P4 switch that kept its tables and not its groups: nothing in it can tell before the next pass."""
+    plan = make_plan(topology(4), set(SHADOWS))
+    held = replace(plan.rules, groups=())
+    assert lost(held, plan)
+    first = next(batch for batch in batches(held, plan.rules) if batch)
+    gone = {update.item.key for update in first}
+    assert not lost(Rules.of([entry for entry in held.entries if entry.key not in gone], []), plan)
+
+
+def test_a_group_is_declared_after_it_was_written_and_no_longer_before_it_is_removed() -> None:
+    plan, none = make_plan(topology(4), set(SHADOWS)).rules, make_plan(topology(4), set()).rules
+    for old, new in ((none, plan), (plan, none)):
+        kinds = [
+            update.item.table if isinstance(update.item, Entry) else "group"
+            for batch in batches(old, new)
+            for update in batch
+        ]
+        if new is none:
+            kinds.reverse()
+        assert set(kinds) == {"group", HEARTBEAT, LIVE_GROUP}
+        assert len(kinds) - 1 - kinds[::-1].index("group") < kinds.index(LIVE_GROUP)
+
+
 def renumbered(rules: Rules) -> Rules:
     """The same with numbers one higher, as another version might have chosen them."""
 
     def moved(entry: Entry) -> Entry:
-        if entry.table != HEARTBEAT or entry.group is None:
+        if entry.table not in (HEARTBEAT, LIVE_GROUP) or entry.group is None:
             return entry
-        return replace(entry, params=(("group", entry.group + 1),))
+        number = (("group", entry.group + 1),)
+        return replace(entry, match=number) if entry.table == LIVE_GROUP else replace(entry, params=number)
 
     groups = [group if group.id == FLOOD_GROUP else replace(group, id=group.id + 1) for group in rules.groups]
     return Rules.of(map(moved, rules.entries), groups)
