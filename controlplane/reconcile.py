@@ -1,8 +1,9 @@
 """Brings a switch from whatever it holds to what the plan says, writing only the difference.
 
-The order is make before break. In every state on the way, after any prefix of the batches and any part of a
-batch, an entry refers only to a group that exists, and training traffic is forwarded. So a controller may die at any
-point: the next one reads what is there and carries on.
+The order is make before break: a group, then the entry that declares it live, then what copies by it; removal the other
+way round. In every state on the way, after any prefix of the batches and any part of a batch, an entry refers only to a
+group that exists, and training traffic is forwarded. So a controller may die at any point: the next one reads what is
+there and carries on.
 """
 
 import logging
@@ -68,16 +69,22 @@ def _steps(current: Rules, wanted: Rules) -> Iterator[list[Update]]:
     # What makes copies right comes before what makes copies.
     yield list(_writes(held, (entry for entry in copying if not _refers(entry))))
     yield list(_writes(held, wanted.groups))
+    yield list(_writes(held, filter(_declares, copying)))
     yield list(_writes(held, copying))
     # What the plan no longer holds goes last, users before what they use.
     keys = {item.key for item in wanted.items}
     stale = [item for item in held.values() if item.key not in keys]
-    yield [_remove(held, item) for item in stale if _refers(item)]
+    yield [_remove(held, item) for item in stale if _refers(item) and not _declares(item)]
+    yield [_remove(held, item) for item in stale if _declares(item)]
     yield [_remove(held, item) for item in stale if not _refers(item)]
 
 
 def _refers(item: Item) -> bool:
     return isinstance(item, Entry) and item.group is not None
+
+
+def _declares(item: Item) -> bool:
+    return isinstance(item, Entry) and item.table == LIVE_GROUP
 
 
 def _copying(rules: Rules) -> list[tuple[Entry, tuple[int, ...]]]:

@@ -24,6 +24,7 @@ from checkmate.plan import (
     FLOOD_GROUP,
     HEARTBEAT,
     L2_FORWARD,
+    LIVE_GROUP,
     REPLICATE,
     Entry,
     Multicast,
@@ -437,6 +438,7 @@ def job_two(live: set[str]) -> Rules:
     mine = {3, 4, 100, 101}
     entries = [entry for entry in both.rules.entries if ports_of(entry) <= mine]
     groups = {entry.group for entry in entries if entry.table == HEARTBEAT}
+    entries = [entry for entry in entries if entry.table != LIVE_GROUP or entry.group in groups]
     return Rules.of(entries, [flood(3, 4), *(group for group in both.rules.groups if group.id in groups)])
 
 

@@ -288,6 +288,8 @@ def test_a_live_group_that_is_gone_or_empty(reprogrammed: SwitchUnderTest, left:
 
 def test_no_frame_is_lost_between_any_two_writes_of_the_control_plane(reprogrammed: SwitchUnderTest) -> None:
     """Shadows come and go: after each single update, a tagged frame of each pair of ranks reaches the next rank."""
+    missing = "CheckmateIngress.group_missing"
+    before = reprogrammed.counters().ports[missing]
     for goal in (rules(groups={}, heartbeats={}), rules()):
         for batch in batches(reprogrammed.control.read(), goal):
             for update in batch:
@@ -296,6 +298,7 @@ def test_no_frame_is_lost_between_any_two_writes_of_the_control_plane(reprogramm
                 out = reprogrammed.exchange(*sent.values())
                 assert {port: out[port] for port in sent} == {port: [frame] for port, (_, frame) in sent.items()}
         assert reprogrammed.control.read() == goal
+    assert reprogrammed.counters().ports[missing] == before
     reprogrammed.rules = rules()
 
 

@@ -229,18 +229,16 @@ def test_the_first_writes_end_the_loss_of_frames() -> None:
     assert not lost(Rules.of([entry for entry in held.entries if entry.key not in gone], []), plan)
 
 
-def test_a_group_is_declared_after_it_was_written_and_no_longer_before_it_is_removed() -> None:
-    plan, none = make_plan(topology(4), set(SHADOWS)).rules, make_plan(topology(4), set()).rules
-    for old, new in ((none, plan), (plan, none)):
-        kinds = [
-            update.item.table if isinstance(update.item, Entry) else "group"
+def test_a_group_is_there_before_it_is_declared_and_declared_before_it_is_used() -> None:
+    """So that a frame is never lost, and none counts as ``group_missing`` while shadows come and go."""
+    plan, none = (make_plan(topology(4), live).rules for live in (set(SHADOWS), set[str]()))
+    order = ["group", LIVE_GROUP, HEARTBEAT]
+    for old, new, kinds in ((none, plan, order), (plan, none, order[::-1])):
+        steps = [
+            {update.item.table if isinstance(update.item, Entry) else "group" for update in batch}
             for batch in batches(old, new)
-            for update in batch
         ]
-        if new is none:
-            kinds.reverse()
-        assert set(kinds) == {"group", HEARTBEAT, LIVE_GROUP}
-        assert len(kinds) - 1 - kinds[::-1].index("group") < kinds.index(LIVE_GROUP)
+        assert steps == [{kind} for kind in kinds]
 
 
 def renumbered(rules: Rules) -> Rules:
