@@ -44,7 +44,7 @@ target.apply([Update(Kind.DELETE, live)])
 target.apply([Update(Kind.DELETE, missing)])
 target.close()
 """
-"""Takes the shadow from a group, puts its other port into the next one, and removes the third, which entries go on to name."""
+"""Takes the shadow from a group, puts its other port into the next one, removes the third, which entries still use."""
 
 
 class Rack:

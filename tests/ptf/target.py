@@ -50,7 +50,7 @@ class Delta(NamedTuple):
 class SwitchUnderTest:
     """The switch of one test run.
 
-    ``sees_missing_groups``: its data path notices that a group is missing or empty, forwards the frame and counts it.
+    ``sees_missing_groups``: its data path notices that a live group is gone or empty, forwards the frame and counts it.
     """
 
     name: str
