@@ -136,7 +136,7 @@ def tune_command(
     mib: Annotated[int, typer.Option(min=4, help="Size of each test write.")] = 64,
     as_json: Json = False,
 ) -> None:
-    """Probe the device of PATH for some seconds: chunk size, writers, checkpoints in flight. Kept beside the file."""
+    """Probe the device of PATH for some seconds: chunk size, writers, back end, checkpoints in flight. It is kept."""
     from checkmate.persist.tune import MIB, tune, tuning_path  # noqa: PLC0415
 
     if not path.parent.is_dir():
@@ -146,7 +146,8 @@ def tune_command(
         _print_json(asdict(tuning))
         return
     Console().print(
-        f"chunks of {tuning.chunk_bytes // MIB} MiB, {tuning.writers} writers, {tuning.in_flight} in flight: "
+        f"chunks of {tuning.chunk_bytes // MIB} MiB, {tuning.writers} writers, back end {tuning.backend.name.lower()}, "
+        f"{tuning.in_flight} in flight: "
         f"{tuning.rate / 1e6:,.0f} MB/s; kept in {tuning_path(path)}",
         soft_wrap=True,
         highlight=False,

@@ -65,9 +65,10 @@ class Checkpointer:
     not wait for that optimizer's parameters and state; instead the optimizer's step waits for the copy of what it is
     about to change. Who changes them otherwise calls ``wait_copied`` first.
 
-    ``in_flight`` (N) and what ``options`` leaves open are tuned by a short probe when the file is made, and kept
-    beside it. ``capacity``: bytes of the largest state to expect; a larger one makes the file anew, with its newest
-    checkpoint. ``memory``: bytes of staging buffers; by default twice the capacity, at most a quarter of the machine's.
+    Without ``in_flight`` (N), it and what ``options`` leaves open are tuned by a short probe when the file is made, and
+    kept beside it; with it there is no probe, but what ``checkmate persist tune`` has kept is used. ``capacity``: bytes
+    of the largest state to expect; a larger one makes the file anew, with its newest checkpoint. ``memory``: bytes of
+    staging buffers; by default twice the capacity, at most a quarter of the machine's.
     ``coordinator``: a commit is one of all ranks, each with a file of its own: ``path`` with ``.RANK-of-WORLD``.
     ``on_error``: what the next ``save`` does about one that failed. ``timeout_s`` bounds every wait.
 

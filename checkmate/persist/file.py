@@ -4,7 +4,8 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgpack
 
 from checkmate.persist.engine import Checkpoint, Engine, Options, PersistError, create
-from checkmate.persist.state import MapLocation, Stored, chunk_pieces
+from checkmate.persist.state import MapLocation, Span, Stored, chunk_pieces
 from checkmate.persist.tune import Tuning, read_tuning, tune
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _META_BYTES = 1 * MIB
 _DEFAULT = Tuning(chunk_bytes=4 * MIB, writers=2, in_flight=2, rate=0.0)
 _LEAST_CHUNKS = 4
 """Of staging memory: less would stop the pipeline."""
+_READERS = 4
+"""Chunks read at a time: a drive is as little busy with one as it is with one write."""
 
 
 class CheckpointFile:
@@ -131,20 +134,27 @@ class CheckpointFile:
 
 def read_state(engine: Engine, checkpoint: Checkpoint, map_location: MapLocation = None) -> Any:
     """The state of a checkpoint. Raises PersistError (Code.DAMAGED), StateError."""
-    with engine.hold(checkpoint.counter):
-        stored = Stored.of(engine.metadata(checkpoint.counter), checkpoint.data_bytes)
-        scratch = bytearray(checkpoint.chunk_bytes)
-        for chunk, pieces in chunk_pieces(stored.spans, checkpoint.chunk_bytes):
-            offset, nbytes = chunk * checkpoint.chunk_bytes, sum(piece[2] for piece in pieces)
-            span, start, _ = pieces[0]
-            if len(pieces) == 1:  # straight to its place
-                engine.read(checkpoint.counter, offset, (span.address + start, nbytes))
-                continue
-            part = memoryview(scratch)[:nbytes]
-            engine.read(checkpoint.counter, offset, part)
-            for span, start, count in pieces:
-                span.memory.numpy()[start : start + count] = part[:count]
-                part = part[count:]
+    counter, chunk_bytes = checkpoint.counter, checkpoint.chunk_bytes
+
+    def read(chunk: int, pieces: Sequence[tuple[Span, int, int]]) -> None:
+        span, start, nbytes = pieces[0]
+        if len(pieces) == 1:  # straight to its place
+            engine.read(counter, chunk * chunk_bytes, (span.address + start, nbytes))
+            return
+        part = memoryview(bytearray(sum(piece[2] for piece in pieces)))
+        engine.read(counter, chunk * chunk_bytes, part)
+        for span, start, nbytes in pieces:
+            span.memory.numpy()[start : start + nbytes] = part[:nbytes]
+            part = part[nbytes:]
+
+    with engine.hold(counter):
+        stored = Stored.of(engine.metadata(counter), checkpoint.data_bytes)
+        readers = ThreadPoolExecutor(_READERS, "checkmate-read")
+        try:
+            for _ in readers.map(lambda chunk: read(*chunk), chunk_pieces(stored.spans, chunk_bytes)):
+                pass  # raises the error of the first chunk that has one
+        finally:
+            readers.shutdown(cancel_futures=True)
     return stored.unpack(map_location)
 
 

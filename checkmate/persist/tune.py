@@ -1,4 +1,4 @@
-"""A short probe of a storage device: which chunk size, how many writers and checkpoints in flight serve it best.
+"""A short probe of a storage device: which chunk size, back end, how many writers and checkpoints in flight are best.
 
 The result is kept beside the checkpoint file, as ``NAME.tune.json``; it is a matter of speed only and may be deleted.
 """
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from checkmate.config import CheckmateError
-from checkmate.persist.engine import Engine, Options, create, probe
+from checkmate.persist.engine import Backend, Engine, Options, create, probe
 
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB)
 WRITERS = (1, 2, 4)
 IN_FLIGHT = (1, 2, 3)
 _NOTICEABLE = 1.05
-"""More writers or checkpoints in flight must gain so much: they cost memory, and N a slot of storage each."""
+"""More writers or checkpoints in flight must gain so much: they cost memory, and N a slot of storage each. So must
+pwrite over what can do more (persistent memory, io_uring)."""
 _WAIT_S = 120.0
 
 
@@ -32,10 +33,16 @@ class Tuning:
     writers: int
     in_flight: int
     rate: float
+    backend: Backend = Backend.AUTO
 
     def options(self, base: Options) -> Options:
         """``base`` with what it leaves open."""
-        return replace(base, chunk_bytes=base.chunk_bytes or self.chunk_bytes, writers=base.writers or self.writers)
+        return replace(
+            base,
+            chunk_bytes=base.chunk_bytes or self.chunk_bytes,
+            writers=base.writers or self.writers,
+            backend=base.backend or self.backend,
+        )
 
 
 def tuning_path(path: Path) -> Path:
@@ -45,8 +52,9 @@ def tuning_path(path: Path) -> Path:
 
 def read_tuning(path: Path) -> Tuning | None:
     """What was kept for a checkpoint file; None where there is nothing, or nothing of use."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        tuning = Tuning(**json.loads(tuning_path(path).read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        fields = json.loads(tuning_path(path).read_text())
+        tuning = Tuning(**{**fields, "backend": Backend(fields.get("backend", Backend.AUTO))})
         if min(tuning.chunk_bytes, tuning.writers, tuning.in_flight) > 0:
             return tuning
     return None
@@ -65,7 +73,9 @@ def tune(path: Path, base: Options | None = None, nbytes: int = 64 * MIB) -> Tun
     rate, chunk, writers = min(
         (one for one in tried if one[0] * _NOTICEABLE >= fastest), key=lambda one: (one[2], -one[0])
     )
-    tuning = Tuning(chunk, writers, _in_flight(path.parent, _with(base, chunk, writers), nbytes // 4), rate)
+    base = replace(base, chunk_bytes=chunk, writers=writers)
+    base, rate = _faster(path.parent, base, rate, nbytes)
+    tuning = Tuning(chunk, writers, _in_flight(path.parent, base, nbytes // 4), rate, base.backend)
     _keep(path, asdict(tuning))
     return tuning
 
@@ -78,6 +88,16 @@ def _grid(base: Options) -> list[tuple[int, int]]:
 
 def _with(base: Options, chunk_bytes: int, writers: int) -> Options:
     return replace(base, chunk_bytes=chunk_bytes, writers=writers)
+
+
+def _faster(folder: Path, options: Options, rate: float, nbytes: int) -> tuple[Options, float]:
+    """With pwrite instead of what was chosen by what the machine can do, if that is faster."""
+    if options.backend is not Backend.AUTO:
+        return options, rate
+    plain = replace(options, backend=Backend.PWRITE)
+    plain_rate = probe(folder, plain, nbytes)
+    rate = max(rate, probe(folder, options, nbytes))  # neighbours in time: the device may be shared
+    return (plain, plain_rate) if plain_rate > rate * _NOTICEABLE else (options, rate)
 
 
 def _in_flight(folder: Path, options: Options, nbytes: int) -> int:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from checkmate.config import CheckmateError
+from checkmate.persist import tune as tuning
 from checkmate.persist.checkpointer import Checkpointer
-from checkmate.persist.engine import Options, PersistError
+from checkmate.persist.engine import Backend, Options, PersistError
 
 CHUNK = 64 << 10
 PATIENCE_S = 60.0
@@ -154,6 +155,26 @@ def test_probe_at_first_use_is_kept(tmp_path: Path) -> None:
         checkpointer.save(state(2), 2).result(PATIENCE_S)
     assert (tmp_path / "c.tune.json").read_text() == kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.tune.json"]
+
+
+@pytest.mark.parametrize(("pwrite", "chosen"), [(1.5, Backend.PWRITE), (1.01, Backend.AUTO)])
+def test_the_back_end_is_chosen_by_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pwrite: float, chosen: Backend
+) -> None:
+    monkeypatch.setattr(
+        tuning, "probe", lambda folder, options, nbytes: pwrite if options.backend is Backend.PWRITE else 1.0
+    )
+    assert tuning.tune(tmp_path / "c", nbytes=4 << 20).backend is chosen
+    kept = tuning.read_tuning(tmp_path / "c")
+    assert kept
+    assert kept.options(Options()).backend is chosen
+    forced = tuning.tune(tmp_path / "c", Options(backend=Backend.URING), nbytes=4 << 20)
+    assert forced.backend is Backend.URING
+
+
+def test_a_tuning_of_before_names_no_back_end(tmp_path: Path) -> None:
+    tuning.tuning_path(tmp_path / "c").write_text('{"chunk_bytes": 65536, "writers": 3, "in_flight": 2, "rate": 1.0}')
+    assert tuning.read_tuning(tmp_path / "c") == tuning.Tuning(65536, 3, 2, 1.0, Backend.AUTO)
 
 
 def foreign(path: Path) -> Path:
