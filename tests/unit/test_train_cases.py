@@ -1,12 +1,13 @@
 """What real scripts do beside forward, backward and step: followed to the bit, or noticed and healed by a seed."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.train.direct import DirectShadow
+from support.train.direct import DirectClient, DirectShadow
 from support.train.model import Net, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -15,9 +16,11 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
+from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Seed
 from checkmate.tensors import MASTER, named_state, pack_state
+from checkmate.train import attach as attach_module
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.compression import Compression
 
@@ -294,6 +297,40 @@ def test_t11_a_group_added_in_mid_run_is_carried_on(script: Callable[..., Script
         assert item.hand_over() == []
     assert item.shadow.replica is not None
     assert len(item.shadow.replica.state_dicts()["optimizer"]["param_groups"]) == 2
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_t10_one_norm_over_all_stages_clips_on_every_shadow(
+    direct: DirectShadow, monkeypatch: pytest.MonkeyPatch, foreach: bool | None
+) -> None:
+    """The last stage's own norm is below the limit: clipped by itself it would not be clipped at all."""
+    other = DirectShadow()
+    first = Script(direct, *build()).start()
+    monkeypatch.setattr(attach_module, "load_plugin", lambda: other)
+    monkeypatch.setattr(attach_module, "Client", lambda *_: DirectClient(other))
+    last = Script(other, *build()).start()
+    stages = (first, last)
+    with contextlib.closing(first.checkpoint), contextlib.closing(last.checkpoint):
+        for step in range(1, 4):
+            first.backward(50.0)
+            last.backward(0.02)
+            norms = [nn.utils.get_total_norm(_grads(stage), foreach=foreach) for stage in stages]
+            assert norms[0] > 1 > norms[1]
+            total = torch.linalg.vector_norm(torch.stack(norms))  # as an all-reduce over the stages makes it
+            for stage in stages:
+                nn.utils.clip_grads_with_norm_(stage.ddp.parameters(), 1.0, total, foreach=foreach)
+                stage.optimizer.step()
+            together = nn.utils.get_total_norm([grad for stage in stages for grad in _grads(stage)])
+            assert together.item() == pytest.approx(1.0, rel=1e-4)
+            for stage in stages:
+                assert stage.hand_over() == []
+                (change,) = stage.shadow.records[-1].changes
+                assert change["max_norm"] == 1.0 and torch.equal(plain.decode(change["total_norm"]), total)
+                assert stage.shadow.committed == step and stage.shadow.unfollowed == [] and stage.shadow.seeds == [0]
+
+
+def _grads(stage: Script) -> list[Tensor]:
+    return [param.grad for param in stage.ddp.parameters() if param.grad is not None]
 
 
 def test_a_gradient_that_the_script_drops_is_passed_over(script: Callable[..., Script]) -> None:
