@@ -85,6 +85,7 @@ def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> d
         "NCCL_PROFILER_PLUGIN": plugin,
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
+        "NCCL_PXN_DISABLE": "1",  # else another rank's process may send
         "CHECKMATE_BACKEND": "checkmate",
         "CHECKMATE_CHANNELS": str(job.channels),
         "CHECKMATE_DSCP": str(topology.dscp_tag),

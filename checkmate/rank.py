@@ -45,11 +45,13 @@ def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
     group = topology.groups[0]
     host = topology.host(group.ranks[rank])
     local = group.ranks[:rank].count(host.name)
+    # NCCL finds out itself which NIC is nearest to a GPU, and must see the same ones on all ranks of a machine.
+    nics = host.nics_of(local) if host.netns else host.nics
     values = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(host.ranks),
-        "CHECKMATE_IFNAME": "=" + ",".join(nic.name for nic in host.nics_of(local)),
+        "CHECKMATE_IFNAME": "=" + ",".join(nic.name for nic in nics),
     }
     if max(group.host_ranks) > 1:
         values["CHECKMATE_HOST_RANKS"] = ",".join(map(str, group.host_ranks))

@@ -148,6 +148,17 @@ def test_a_demo_finds_all_equal_says_so_and_leaves_nothing(demos: Demos) -> None
     assert not files_in(demo.folder)
 
 
+def test_a_demo_with_several_ranks_on_each_host_finds_all_equal(demos: Demos) -> None:
+    """The killed rank's neighbours on its host are restored like all others."""
+    demo = demos.start("--ranks", "4", "--ranks-per-host", "2", "--steps", "6", "--kill", "3@3", "--json")
+    assert demo.wait() == 0, demo.output()
+    result = json.loads(demo.output().splitlines()[-1])
+    assert result["committed_steps"] == 6 and result["killed"].startswith("rank 3 ")
+    assert result["tagged_bytes"] == result["expected_bytes"] > 0
+    assert result["params_equal"] and result["optimizer_equal"] and result["shadow_equal"]
+    assert not leftovers(demo.prefix)
+
+
 def test_after_sigkill_the_next_start_cleans_up_and_ctrl_c_leaves_nothing(demos: Demos) -> None:
     killed = demos.start("--steps", "1000", "--kill", "none")
     killed.reaches(2)
