@@ -65,3 +65,4 @@ def test_a_run_with_a_launcher_on_each_host_loses_a_rank_and_nothing_else() -> N
         assert_equal(load_state(folder / "whole.pt"), load_state(folder / "job.pt"))
         status = place.status()
         assert status["committed"] == STEPS
+        assert "rank 0 restored step 2" in (folder / "job-node2.log").read_text()
