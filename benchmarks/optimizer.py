@@ -1,16 +1,20 @@
 """What the shadow's optimizer step costs, against the memory bandwidth that is measured beside it.
 
 A fused AdamW step reads θ, m, v and the gradient and writes θ, m, v: 28 bytes an element, 26 with gradients of 16 bits.
-The floor is the time of as many bytes in ``a.add_(b)``, which reads two streams and writes one of them. They take
-turns, in CPU time of one thread, which a busy machine disturbs less.
+The floor is a C loop over as many elements that reads and writes just these streams (``optimizer.c``; needs a C
+compiler). They take turns, in CPU time of one thread, which a busy machine disturbs less.
 """
 
 import argparse
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from cffi import FFI
 from common import (
     MIB,
     Spread,
@@ -44,7 +48,8 @@ class Job:
     record: StepRecord
     layout: Layout
     buckets: dict[int, memoryview]
-    bytes_moved: int
+    elements: int
+    dtype: torch.dtype
 
     def step(self) -> None:
         """One optimizer step."""
@@ -80,11 +85,31 @@ def make(elements: int, kind: str) -> Job:
         name_of = str(dtype).removeprefix("torch.")
         lines.append({"bucket": len(lines), "bytes": data.nbytes, "dtype": name_of, "params": place})
         buckets[len(buckets)] = data
-    total = sum(param.numel() for param in params.values())
     record = StepRecord(1, "layout", [pack_group(group) for group in optimizer.param_groups])
-    job = Job(replica, record, Layout("layout", lines), buckets, total * (24 + dtype.itemsize))
+    total = sum(param.numel() for param in params.values())
+    job = Job(replica, record, Layout("layout", lines), buckets, total, dtype)
     job.step()
     return job
+
+
+def make_floor(elements: int, dtype: torch.dtype) -> Callable[[], object]:
+    """A step's memory traffic, with gradients of this data type."""
+    name, kind = ("traffic_32", "float") if dtype.itemsize == 4 else ("traffic_16", "uint16_t")
+    ffi = FFI()
+    ffi.cdef(f"void {name}(float *theta, float *m, float *v, const {kind} *grad, size_t n);")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "optimizer.so")
+        source = Path(__file__).with_suffix(".c")
+        subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", target, source], check=True)
+        library = ffi.dlopen(str(target))
+    streams = [torch.ones(elements) for _ in range(3)] + [torch.zeros(elements, dtype=dtype)]
+    kinds = ("float *", "float *", "float *", f"const {kind} *")
+    pointers = [ffi.cast(type_, stream.data_ptr()) for type_, stream in zip(kinds, streams, strict=True)]
+
+    def floor(_keep: object = streams) -> None:
+        getattr(library, name)(*pointers, elements)
+
+    return floor
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -102,7 +127,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     to = console(arguments)
-    left, right = torch.randn(arguments.elements), torch.randn(arguments.elements)
     found: dict[str, Spread] = {}
     table = Table(
         "gradients", "step, CPU ms", "floor, CPU ms", "step / floor", "target", title="A shadow's optimizer step"
@@ -110,14 +134,14 @@ def main() -> None:
     with progress(to, "steps", len(arguments.kinds) * arguments.repetitions) as done:
         for kind in arguments.kinds:
             job = make(arguments.elements, kind)
+            works = {"step": job.step, "floor": make_floor(job.elements, job.dtype)}
             times: dict[str, list[float]] = {"step": [], "floor": []}
             for repetition in range(arguments.repetitions):
                 for name in turns(("step", "floor"), repetition):
-                    times[name].append(seconds(job.step if name == "step" else lambda: left.add_(right)))
+                    times[name].append(seconds(works[name]))
                 done(kind)
-            floors = [taken * job.bytes_moved / (12 * arguments.elements) for taken in times["floor"]]
-            found[kind] = ratios(times["step"], floors)
-            cells = [Spread.of([1000 * taken for taken in list_]).text(1) for list_ in (times["step"], floors)]
+            found[kind] = ratios(times["step"], times["floor"])
+            cells = [Spread.of([1000 * taken for taken in list_]).text(1) for list_ in times.values()]
             table.add_row(kind, *cells, found[kind].text(2), f"{TARGETS[kind]:.2f}")
     to.print(table)
     if arguments.json:

@@ -19,6 +19,13 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
+_BLOCK_BYTES = 4 << 20
+"""Of converted gradients that are stepped together: few enough to be in cache still when the optimizer reads them."""
+
+Place = tuple[Mapping[str, Any], str, int]
+"""Of a gradient: its bucket's line of the layout, its parameter's name, its first element."""
+
+
 def warm_up() -> None:
     """Let torch load what a process's first optimizer needs: seconds that gradients would otherwise have to wait."""
     param = nn.Parameter(torch.zeros(1))
@@ -43,7 +50,8 @@ class Replica:
         self._aliases: dict[str, str] = {}
         self._masters: dict[str, nn.Parameter] = {}
         self._checked: set[str] = set()
-        self._conversions: dict[str, Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch_used = 0
         states = self._sort(seed, tensors)
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
@@ -57,25 +65,22 @@ class Replica:
         unusable.
         """
         self.check(record, layout)
+        for bucket in () if record.skipped else layout.buckets:
+            if (nbytes := buckets[bucket["bucket"]].nbytes) != bucket["bytes"]:
+                raise Refusal(f"bucket {bucket['bucket']} has {nbytes} bytes, {bucket['bytes']} in the layout")
         scaler = {key: None if value is None else plain.decode(value) for key, value in (record.scaler or {}).items()}
         if not record.skipped or scaler.get("found_inf") is not None:
             for group, fields in zip(self._optimizer.param_groups, record.groups, strict=True):
                 set_group(group, _steppable(fields))
+            self._optimizer.__dict__.update(scaler)
             try:
-                if record.skipped:
-                    self._set_no_gradients(layout)
-                else:
-                    self._set_gradients(layout, buckets)
-                self._prepare(record)
-                self._optimizer.__dict__.update(scaler)
-                self._optimizer.step()
+                for block in self._blocks(layout):
+                    self._step(record, block, buckets)
                 for name, master in self._masters.items():
                     self._params[name].detach().copy_(master.detach())
             finally:
                 for key in scaler:
                     del self._optimizer.__dict__[key]
-                for param in self._params.values():
-                    param.grad = None
         self.step = record.step
 
     def check(self, record: StepRecord, layout: Layout) -> None:
@@ -228,54 +233,83 @@ class Replica:
             end = first + count
         return problems
 
-    def _set_gradients(self, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
+    def _blocks(self, layout: Layout) -> list[list[Place]]:
+        """All gradients, in blocks of a few MiB where they are converted: so they go through memory once."""
+        blocks: list[list[Place]] = [[]]
+        filled = 0
         for bucket in layout.buckets:
+            dtype = dtype_of(bucket["dtype"])
+            for name, first, count in bucket["params"]:
+                wanted = self._masters.get(name, self._params[name]).dtype
+                if filled >= _BLOCK_BYTES:
+                    blocks.append([])
+                    filled = 0
+                blocks[-1].append((bucket, name, first))
+                filled += count * wanted.itemsize if wanted != dtype else 0
+        return blocks
+
+    def _step(self, record: StepRecord, block: Sequence[Place], buckets: Mapping[int, memoryview]) -> None:
+        """The optimizer's step of these parameters: each is updated by its own gradient alone."""
+        params = {name: self._params[name] for _, name, _ in block}
+        masters = {MASTER + name: self._masters[name] for name in params if name in self._masters}
+        stepped = {id(param) for param in (*params.values(), *masters.values())}
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        self._scratch_used = 0
+        try:
+            self._set_gradients(record, block, buckets)
+            self._prepare(record, params, masters)
+            for group, members in zip(groups, everything, strict=True):
+                group["params"] = [param for param in members if id(param) in stepped]
+            self._optimizer.step()
+        finally:
+            for group, members in zip(groups, everything, strict=True):
+                group["params"] = members
+            for param in (*params.values(), *masters.values()):
+                param.grad = None
+
+    def _set_gradients(self, record: StepRecord, block: Sequence[Place], buckets: Mapping[int, memoryview]) -> None:
+        for bucket, name, first in block:
+            param = self._params[name]
+            if record.skipped:  # a fused optimizer looks at which gradients there are, not into them
+                param.grad = torch.empty_like(param)
+                continue
             data, dtype = buckets[bucket["bucket"]], dtype_of(bucket["dtype"])
-            if data.nbytes != bucket["bytes"]:
-                raise Refusal(f"bucket {bucket['bucket']} has {data.nbytes} bytes, {bucket['bytes']} in the layout")
             flat = torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
-            for name, first, _ in bucket["params"]:
-                param = self._params[name]
-                # DDP puts gradients into a bucket in the parameter's own memory order.
-                param.grad = self._converted(name, flat.as_strided(param.shape, param.stride(), first))
+            # DDP puts gradients into a bucket in the parameter's own memory order.
+            param.grad = self._converted(param, flat.as_strided(param.shape, param.stride(), first))
 
-    def _set_no_gradients(self, layout: Layout) -> None:
-        """For a fused optimizer that skips a step: it looks at which gradients there are, not into them."""
-        for bucket in layout.buckets:
-            for name, _, _ in bucket["params"]:
-                self._params[name].grad = torch.empty_like(self._params[name])
-
-    def _prepare(self, record: StepRecord) -> None:
-        """What the trainer did to its gradients before the step."""
+    def _prepare(
+        self, record: StepRecord, params: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """What the trainer did to these gradients before the step."""
         changes = [] if record.skipped else record.changes
-        self._drop_gradients(record.absent)
-        self._change([change for change in changes if not change["masters"]], self._params)
-        for name, master in self._masters.items():
-            grad = self._params[name].grad
-            master.grad = None if grad is None else self._converted(MASTER + name, grad)
-        self._drop_gradients(record.absent)
-        self._change(
-            [change for change in changes if change["masters"]], {MASTER + n: m for n, m in self._masters.items()}
-        )
+        absent = [param for name, param in {**params, **masters}.items() if name in record.absent]
+        _drop_gradients(absent)
+        self._change([change for change in changes if not change["masters"]], params)
+        for name, master in masters.items():
+            grad = params[name.removeprefix(MASTER)].grad
+            master.grad = None if grad is None else self._converted(master, grad)
+        _drop_gradients(absent)
+        self._change([change for change in changes if change["masters"]], masters)
 
-    def _converted(self, name: str, grad: Tensor) -> Tensor:
-        """As the parameter's data type; in memory that is kept, for new memory costs more than the conversion."""
-        param = self._params[name]
+    def _converted(self, param: Tensor, grad: Tensor) -> Tensor:
+        """As the parameter's data type; in memory that is used again, for new memory costs more than the conversion."""
         if grad.dtype == param.dtype:
             return grad
-        if name not in self._conversions:
-            self._conversions[name] = torch.empty_like(param, requires_grad=False)
-        return self._conversions[name].copy_(grad)
-
-    def _drop_gradients(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._params[name].grad = None
+        start, self._scratch_used = self._scratch_used, self._scratch_used + param.numel()
+        scratch = self._scratch.get(param.dtype)
+        if scratch is None or scratch.numel() < self._scratch_used:
+            scratch = self._scratch[param.dtype] = torch.empty(self._scratch_used, dtype=param.dtype)
+        return scratch.as_strided(param.shape, param.stride(), start).copy_(grad)
 
     def _change(self, changes: Sequence[Mapping[str, Any]], of: Mapping[str, nn.Parameter]) -> None:
-        """By the same functions of torch."""
+        """By the same functions of torch, which change each gradient by itself."""
         for change in changes:
             names = change["params"]
-            params = list(of.values()) if names is None else [of[name] for name in names]
+            params = [of[name] for name in (of if names is None else names) if name in of and of[name].grad is not None]
+            if not params:
+                continue
             match change["op"]:
                 case "clip_norm":
                     total_norm = plain.decode(change["total_norm"])
@@ -284,6 +318,11 @@ class Replica:
                     nn.utils.clip_grad_value_(params, change["clip_value"], change["foreach"])
                 case "unscale":
                     _unscale([p.grad for p in params if p.grad is not None], plain.decode(change["inv_scale"]))
+
+
+def _drop_gradients(params: Sequence[Tensor]) -> None:
+    for param in params:
+        param.grad = None
 
 
 def _unscale(grads: Sequence[Tensor], inv_scale: Tensor) -> None:
