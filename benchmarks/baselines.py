@@ -4,12 +4,14 @@ All are durable when they say so: data are flushed before what points at them. N
 it; where a paper uses a GPU's copy engine, here the CPU copies.
 """
 
+import argparse
 import math
 import mmap
 import multiprocessing
 import os
 import socket
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed.checkpoint as dcp
+from common import add_kinds_option, count
 from torch.optim import Optimizer
 
 from checkmate.persist import Checkpointer
@@ -167,6 +170,16 @@ class CheckFreq(_TorchFile):
         self._hook.remove()
         self._snapshotter.shutdown()
         self._writer.shutdown()
+
+    def profile(self, iteration_s: float, update_s: float) -> int:
+        """The interval that it chooses: one checkpoint is taken and written to measure what that needs."""
+        start = time.perf_counter()
+        self.save(0)
+        self._wait_for_snapshot()
+        snapshot_s = time.perf_counter() - start
+        self.finish()
+        persist_s = time.perf_counter() - start - snapshot_s
+        return self.profiled_interval(iteration_s, update_s, snapshot_s, persist_s)
 
     @staticmethod
     def profiled_interval(iteration_s: float, update_s: float, snapshot_s: float, persist_s: float) -> int:
@@ -340,6 +353,31 @@ class PCcheck(Saver):
 SAVERS: dict[str, type[Saver]] = {
     saver.name: saver for saver in (NoSaver, PCcheck, CheckFreq, Gpm, Gemini, TorchAsync, DcpAsync, TorchSave)
 }
+
+
+def make(name: str, folder: Path, state: State, optimizer: Optimizer, in_flight: int) -> Saver:
+    """A saver in a folder of its own in ``folder``, where one of its name may have been. ``in_flight``: PCcheck's N."""
+    place = folder / name.replace(" ", "-")
+    place.mkdir(exist_ok=True)
+    if name == PCcheck.name:
+        return PCcheck(place, state, optimizer, in_flight)
+    return SAVERS[name](place, state, optimizer)
+
+
+def add_saver_options(parser: argparse.ArgumentParser, *, leave_out: str = "") -> None:
+    """``--kinds``, ``--in-flight`` and ``--storage``."""
+    add_kinds_option(parser, tuple(name for name in SAVERS if name != leave_out))
+    parser.add_argument("--in-flight", type=count, default=2, help="N of PCcheck")
+    parser.add_argument("--storage", default=".", help="folder on the file system to write to")
+
+
+def drop_cache(folder: Path) -> None:
+    """What is read from files in ``folder`` comes from storage then, as on a machine that did not write them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def _copy(state: Any) -> Any:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+T = TypeVar("T")
 MIB = 1 << 20
 WIDTH = 150
 """Of tables in a file."""
@@ -48,7 +49,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def turns(names: Sequence[str], repetition: int) -> list[str]:
+def turns(names: Sequence[T], repetition: int) -> list[T]:
     """The order of a repetition: each name comes first in turn, and every other repetition runs backwards."""
     shift = repetition % len(names)
     order = [*names[shift:], *names[:shift]]

@@ -14,19 +14,33 @@ from checkmate.config import CheckmateError
 _MB = 1_000_000
 
 
-def add_limit_option(parser: argparse.ArgumentParser) -> None:
-    """``--write-mbps``."""
-    text = "limit the disk to this many MB/s of writes (root; 0: no limit), so that a write takes many iterations"
-    parser.add_argument("--write-mbps", type=float, default=0.0, help=text)
+AUTO = -1.0
+"""Of ``--write-mbps``: as many as make a write as long as is asked for."""
+
+
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """``--write-mbps`` and ``--write-iterations``."""
+
+    def rate(text: str) -> float:
+        return AUTO if text == "auto" else float(text)
+
+    text = "limit the disk to this many MB/s of writes (root; 0: no limit; auto: a write takes --write-iterations)"
+    parser.add_argument("--write-mbps", type=rate, default=0.0, help=text)
+    parser.add_argument("--write-iterations", type=float, default=10.0, help="that one checkpoint's write takes")
+
+
+def mbps(wanted: float, nbytes: int, iteration_s: float, iterations: float) -> float:
+    """The limit that was asked for; for AUTO the one with which ``nbytes`` are written in so many iterations."""
+    return nbytes / _MB / (iterations * iteration_s) if wanted == AUTO else wanted
 
 
 @contextmanager
-def write_limit(folder: str, mbps: float) -> Iterator[None]:
-    """While open, this process and its new children write at most so many MB/s to the device of ``folder``; 0: any.
+def write_limit(folder: str, rate: float) -> Iterator[None]:
+    """While open, this process and its new children write at most ``rate`` MB/s to the device of ``folder``; 0: any.
 
     Raises CheckmateError without root, without the control group, or when ``folder`` is on no block device.
     """
-    if not mbps:
+    if not rate:
         yield
         return
     device = _device(folder)
@@ -36,7 +50,7 @@ def write_limit(folder: str, mbps: float) -> Iterator[None]:
         try:
             group.mkdir()
             stack.callback(group.rmdir)
-            (group / knob).write_text(rule.format(device=device, rate=int(mbps * _MB)))
+            (group / knob).write_text(rule.format(device=device, rate=int(rate * _MB)))
         except OSError as error:
             raise CheckmateError(f"--write-mbps: {group}: {error.strerror}; it needs root, or leave it out") from None
         stack.callback(_move_all, group, home)

@@ -1,18 +1,22 @@
 """Goodput under preemptions: useful iterations a second when machines are taken away as in a trace.
 
 As PCcheck's goodput figures, twice. Really: a process trains, is killed (SIGKILL) at the moments of the trace, started
-again and goes on from its newest checkpoint; what counts is the iteration that it has reached in the end. By the model
-(``checkmate.costmodel.goodput``): from what these runs took for an iteration, a write and a restart. The first hours of
-the trace are squeezed into each run, so that a short one meets several failures. A new process is a fork: restarts are
-cheaper than a cluster's, for all ways alike. Gemini is left out: its other machine is a child of the killed process::
+again and goes on from its newest checkpoint, read from storage (its page cache went with the machine); what counts is
+the iteration that it has reached in the end. By the model (``checkmate.costmodel.goodput``): from what these runs took
+for an iteration, a write and a restart. The first hours of the trace are squeezed into each run, so that a short one
+meets several failures. A new process is a fork: restarts are cheaper than a cluster's, for all ways alike. Interval 0
+is what a way chooses itself: CheckFreq by its profile, PCcheck by T_w/(N·q·t); others have no such rule. Gemini is left
+out: its other machine is a child of the killed process::
 
-    python benchmarks/persist_goodput.py [--intervals 10,50] [--seconds 60] [--trace FILE] [--json] [--plot FILE]
+    python benchmarks/persist_goodput.py [--intervals 10,50,0] [--seconds 60] [--trace FILE] [--json] [--plot FILE]
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,18 +26,31 @@ from typing import Any
 
 import preemptions as traces
 import torch
-from baselines import SAVERS, Gemini, NoSaver, PCcheck, Saver
-from common import add_kinds_option, add_output_options, console, draw, numbers, print_json, progress
-from disk import add_limit_option, write_limit
+from baselines import CheckFreq, Gemini, NoSaver, PCcheck, add_saver_options, drop_cache, make
+from common import (
+    Spread,
+    add_output_options,
+    console,
+    count,
+    draw,
+    numbers,
+    print_json,
+    progress,
+    ratios,
+    turns,
+)
+from disk import add_limit_options, mbps, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
-from workloads import KINDS, Training
+from workloads import Training, add_training_options
 
-from checkmate.costmodel import goodput
+from checkmate.costmodel import goodput, min_interval
 
 START_S = 120.0
 """For a process to do its first iteration."""
+BUDGET = 1.05
+"""q: how much longer PCcheck's rule lets an iteration take."""
 NEVER = 1 << 40
 """Interval of no checkpoints: each failure takes all."""
 _FORK = multiprocessing.get_context("fork")
@@ -52,13 +69,15 @@ class Options:
     seconds: float
     hours: float
     trace: Path
+    repetitions: int
     storage: str
     write_mbps: float
+    write_iterations: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One way at one interval. Rates are useful iterations a second; times in seconds, means over the run."""
+    """One run of one way. Rates are useful iterations a second; times in seconds, means over the run."""
 
     kind: str
     interval: int
@@ -68,6 +87,10 @@ class Measured:
     iteration_s: float
     write_s: float
     restart_s: float
+
+
+Runs = dict[tuple[str, int], list[Measured]]
+"""By way and interval as it was asked for, in order of repetition."""
 
 
 class _Board:
@@ -95,6 +118,7 @@ def run(options: Options, kind: str, interval: int) -> Measured:
                     time.sleep(left)
                 _kill(process)
                 killed = time.monotonic()
+                drop_cache(Path(storage))
                 process = _start(options, kind, interval, storage, board)
                 restarts.append(board.started.value - killed)
             time.sleep(max(0.0, begin + options.seconds - time.monotonic()))
@@ -107,6 +131,27 @@ def run(options: Options, kind: str, interval: int) -> Measured:
     every = NEVER if kind == NoSaver.name else interval
     modelled = goodput(failures, duration, iteration_s, every, write_s, restart_s)
     return Measured(kind, interval, len(failures), useful / duration, modelled, iteration_s, write_s, restart_s)
+
+
+def measure(options: Options, to: Console) -> Runs:
+    """All ways in turns, on a disk as slow as was asked for."""
+    training = Training(options.model, options.params, options.batch)
+    iteration_s = training.iteration_s()
+    rate = mbps(options.write_mbps, training.nbytes, iteration_s, options.write_iterations)
+    with write_limit(options.storage, rate):
+        chosen = {kind: own_interval(options, kind, iteration_s) for kind in options.kinds}
+        wanted = {
+            (kind, interval): interval or chosen[kind] or 0
+            for interval, kind in itertools.product(options.intervals, options.kinds)
+            if interval or chosen[kind]
+        }
+        measured: Runs = {key: [] for key in wanted}
+        with progress(to, "training", len(wanted) * options.repetitions) as step:
+            for repetition in range(options.repetitions):
+                for kind, interval in turns(list(wanted), repetition):
+                    measured[kind, interval].append(run(options, kind, wanted[kind, interval]))
+                    step(f"{kind}, every {wanted[kind, interval]}")
+    return measured
 
 
 def _start(options: Options, kind: str, interval: int, storage: str, board: _Board) -> Any:
@@ -128,7 +173,7 @@ def _kill(process: Any) -> None:
 
 def _train(options: Options, kind: str, interval: int, storage: str, board: _Board) -> None:
     training = Training(options.model, options.params, options.batch)
-    saver = _saver(options, kind, Path(storage), training)
+    saver = make(kind, Path(storage), training.state, training.optimizer, options.in_flight)
     step = 0
     if found := saver.load():
         step = found[0]
@@ -153,14 +198,28 @@ def _train(options: Options, kind: str, interval: int, storage: str, board: _Boa
         board.iterations.value += 1
 
 
-def _saver(options: Options, kind: str, storage: Path, training: Training) -> Saver:
-    if kind == PCcheck.name:
-        return PCcheck(storage, training.state, training.optimizer, options.in_flight)
-    return SAVERS[kind](storage, training.state, training.optimizer)
+def own_interval(options: Options, kind: str, iteration_s: float) -> int | None:
+    """What a way chooses itself; None where it has no rule. Afterwards all that it loads at first use is there."""
+    training = Training(options.model, options.params, options.batch)
+    training.step()
+    start = time.monotonic()
+    training.optimizer.step()
+    update_s = time.monotonic() - start
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="ckmbench") as storage:
+        saver = make(kind, Path(storage), training.state, training.optimizer, options.in_flight)
+        for number in range(2):  # the second one finds a file
+            saver.save(number)
+            saver.finish()
+        saver.load()
+        chosen = saver.profile(iteration_s, update_s) if isinstance(saver, CheckFreq) else None
+        saver.close()
+        if isinstance(saver, PCcheck):
+            chosen = min_interval(saver.write_s[-1], options.in_flight, BUDGET, iteration_s)
+    return chosen
 
 
-def show(measured: list[Measured], options: Options, to: Console) -> None:
-    """Print a table."""
+def show(measured: Runs, options: Options, to: Console) -> None:
+    """Print a table, and what PCcheck gains on CheckFreq."""
     table = Table(
         title=f"Goodput: {options.model}, about {options.params:,} parameters, the first {options.hours:g} hours of "
         f"{options.trace.name} in {options.seconds:g} s",
@@ -169,49 +228,57 @@ def show(measured: list[Measured], options: Options, to: Console) -> None:
     headings = ("checkpoints", "every", "failures", "goodput", "by the model", "iteration ms", "write s", "restart s")
     for heading in headings:
         table.add_column(heading, justify="right")
-    for one in measured:
-        cells = (one.goodput, one.modelled)
-        table.add_row(
-            one.kind, str(one.interval), str(one.failures), *(f"{value:.2f}" for value in cells),
-            f"{1e3 * one.iteration_s:.0f}", f"{one.write_s:.2f}", f"{one.restart_s:.2f}",
-        )  # fmt: skip
+    for runs in measured.values():
+        one = runs[0]
+        texts = [
+            Spread.of([getattr(one, name) * factor for one in runs]).text(digits)
+            for name, factor, digits in (
+                ("goodput", 1, 2), ("modelled", 1, 2), ("iteration_s", 1e3, 0), ("write_s", 1, 2), ("restart_s", 1, 2),
+            )
+        ]  # fmt: skip
+        table.add_row(one.kind, str(one.interval), str(one.failures), *texts)
     to.print(table)
+    for (kind, interval), runs in measured.items():
+        ours = measured.get((PCcheck.name, interval))
+        if kind == CheckFreq.name and ours:
+            really, modelled = (ratios([f(o) for o in ours], [f(o) for o in runs]) for f in (_goodput, _modelled))
+            where = f"every {interval}" if interval else "each as often as it chooses"
+            to.print(f"PCcheck to CheckFreq, {where}: {really.text(2)}; by the model {modelled.text(2)}")
+
+
+def _goodput(one: Measured) -> float:
+    return one.goodput
+
+
+def _modelled(one: Measured) -> float:
+    return one.modelled
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=KINDS, default="opt")
-    parser.add_argument("--params", type=int, default=10_000_000)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--intervals", type=numbers, default=(10, 50))
-    parser.add_argument("--in-flight", type=int, default=2, help="N of PCcheck")
+    add_training_options(parser, params=10_000_000, batch=1)
+    parser.add_argument("--intervals", type=numbers, default=(10, 50), help="in iterations; 0: as each way chooses")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
     parser.add_argument("--hours", type=float, default=1.0, help="of the trace")
     parser.add_argument("--trace", type=Path, default=traces.SPOT, help="lines of seconds,machines")
-    parser.add_argument("--storage", default=".", help="folder on the file system to write to")
-    add_limit_option(parser)
-    add_kinds_option(parser, tuple(name for name in SAVERS if name != Gemini.name))
+    parser.add_argument("--repetitions", type=count, default=1)
+    add_limit_options(parser)
+    add_saver_options(parser, leave_out=Gemini.name)
     add_output_options(parser)
     arguments = parser.parse_args()
     options = Options(**{name: getattr(arguments, name) for name in Options.__dataclass_fields__})
     to = console(arguments)
     torch.set_num_threads(1)
-    Training(options.model, 1, 1).step()  # what torch loads at the first step is there when processes are forked
-    measured = []
-    total = len(options.kinds) * len(options.intervals)
-    with write_limit(options.storage, options.write_mbps), progress(to, "training", total) as step:
-        for interval in options.intervals:
-            for kind in options.kinds:
-                measured.append(run(options, kind, interval))
-                step(f"{kind}, every {interval}")
+    measured = measure(options, to)
     show(measured, options, to)
 
     def plotted(what: str, of: Callable[[Measured], float]) -> Callable[[Axes], None]:
         def fill(axes: Axes) -> None:
             for kind in options.kinds:
-                values = [of(one) for one in measured if one.kind == kind]
-                axes.plot(options.intervals, values, marker="o", label=kind)
+                runs = [runs for (name, interval), runs in measured.items() if name == kind and interval]
+                values = [statistics.median(map(of, one)) for one in runs]
+                axes.plot([one[0].interval for one in runs], values, marker="o", label=kind)
             axes.set(xlabel="iterations between checkpoints", ylabel="useful iterations/s", title=what, ylim=(0, None))
             axes.legend(fontsize=7)
 
@@ -220,11 +287,11 @@ def main() -> None:
     if arguments.plot:
         draw(
             arguments.plot,
-            plotted("really killed and resumed", lambda one: one.goodput),
-            plotted("by the model", lambda one: one.modelled),
+            plotted("really killed and resumed", _goodput),
+            plotted("by the model", _modelled),
         )
     if arguments.json:
-        print_json(options, measured=measured)
+        print_json(options, measured=list(itertools.chain(*measured.values())))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ checkpoint every ``--interval`` iterations and a write as long as was measured::
 """
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from baselines import SAVERS, Gpm, NoSaver, PCcheck, Saver, TorchSave
-from common import Spread, add_kinds_option, add_output_options, console, draw, print_json, progress, turns
+from baselines import Gpm, NoSaver, PCcheck, Saver, TorchSave, add_saver_options, drop_cache, make
+from common import Spread, add_output_options, console, draw, print_json, progress, turns
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
-from workloads import KINDS, Training
+from workloads import Training, add_training_options
 
 from checkmate.costmodel import worst_rework
 from checkmate.tensors import is_same
@@ -62,20 +61,14 @@ class Measured:
 def run(options: Options, step: Callable[[str], None]) -> tuple[float, list[Measured]]:
     """Seconds of an iteration, and all ways in turns."""
     training = Training(options.model, options.params, options.batch)
-    training.step()
-    start = time.perf_counter()
-    for _ in range(3):
-        training.step()
-    iteration_s = (time.perf_counter() - start) / 3
+    iteration_s = training.iteration_s()
     in_flight = {PCcheck.name: options.in_flight, **dict.fromkeys(SYNCHRONOUS, 0)}
     measured = {name: Measured(name, in_flight.get(name, 1)) for name in options.kinds}
     with ExitStack() as stack:
         storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.storage, prefix="ckmbench")))
         savers: dict[str, Saver] = {}
         for name in options.kinds:
-            folder = storage / name.replace(" ", "-")
-            folder.mkdir()
-            savers[name] = SAVERS[name](folder, training.state, training.optimizer)
+            savers[name] = make(name, storage, training.state, training.optimizer, options.in_flight)
             stack.callback(savers[name].close)
             savers[name].save(0)
             savers[name].finish()
@@ -91,21 +84,13 @@ def _measure(training: Training, saver: Saver, number: int, measured: Measured) 
     saver.save(number)
     saver.finish()
     measured.writes.append(time.perf_counter() - start)
-    _drop_cache(saver.folder)
+    drop_cache(saver.folder)
     start = time.perf_counter()
     found = saver.load()
     measured.loads.append(time.perf_counter() - start)
     assert found and found[0] == number, f"{saver.name} found {found and found[0]}, not {number}"
     for name, tensor in training.model.state_dict().items():
         assert is_same(tensor, found[1]["model"][name]), f"{saver.name}: {name} differs"
-
-
-def _drop_cache(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def show(iteration_s: float, measured: list[Measured], options: Options, to: Console) -> None:
@@ -128,14 +113,10 @@ def show(iteration_s: float, measured: list[Measured], options: Options, to: Con
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=KINDS, default="opt")
-    parser.add_argument("--params", type=int, default=20_000_000)
-    parser.add_argument("--batch", type=int, default=2)
+    add_training_options(parser, params=20_000_000, batch=2)
     parser.add_argument("--interval", type=int, default=10)
-    parser.add_argument("--in-flight", type=int, default=2, help="N of PCcheck")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--storage", default=".", help="folder on the file system to write to")
-    add_kinds_option(parser, tuple(name for name in SAVERS if name != NoSaver.name))
+    add_saver_options(parser, leave_out=NoSaver.name)
     add_output_options(parser)
     arguments = parser.parse_args()
     options = Options(**{name: getattr(arguments, name) for name in Options.__dataclass_fields__})

@@ -3,7 +3,8 @@
 As PCcheck's figures of slowdown against interval. One process trains a model; blocks of iterations with one way of
 saving take turns with blocks of the others, so that a slow moment of the machine meets all. torch computes with one
 thread: the other CPUs are the checkpoints', as they are where a GPU computes. The batch is chosen such that writing one
-checkpoint takes about ``--write-iterations`` iterations, or as many as it can, unless it is given::
+checkpoint takes about ``--write-iterations`` iterations, unless it is given. Where the disk is too fast for that,
+``--write-mbps auto`` slows it down::
 
     python benchmarks/persist_slowdown.py [--models vision,bert,opt] [--intervals 1,10,100] [--json] [--plot FILE]
 """
@@ -18,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import SAVERS, PCcheck, Saver
-from common import Spread, add_kinds_option, add_output_options, console, draw, numbers, print_json, progress, turns
-from disk import add_limit_option, write_limit
+from baselines import NoSaver, PCcheck, Saver, add_saver_options, make
+from common import Spread, add_output_options, console, draw, numbers, print_json, progress, turns
+from disk import add_limit_options, mbps, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 from workloads import KINDS, Training
 
-NONE = "none"
+NONE = NoSaver.name
 TARGET = 1.05
-LEAST = 20
+LEAST = 40
 """Iterations of a block, and two intervals at least."""
 
 
@@ -68,10 +69,15 @@ class Measured:
 def run(options: Options, model: str, step: Callable[[str], None]) -> Measured:
     """Measure one model."""
     with ExitStack() as stack:
+        training = Training(model, options.params, options.batch or 1)
+        rate = mbps(options.write_mbps, training.nbytes, training.iteration_s(), options.write_iterations)
+        stack.enter_context(write_limit(options.storage, rate))
         storage = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.storage, prefix="ckmbench")))
         write_s, iteration_s, batch = calibrate(options, model, storage)
         training = Training(model, options.params, batch)
-        savers = {name: make(name, storage, training, options.in_flight) for name in options.kinds}
+        savers = {
+            name: make(name, storage, training.state, training.optimizer, options.in_flight) for name in options.kinds
+        }
         for saver in savers.values():
             stack.callback(saver.close)
             block(training, saver, 1, 2)  # files are made, optimizer state is there
@@ -85,15 +91,6 @@ def run(options: Options, model: str, step: Callable[[str], None]) -> Measured:
                     savers[name].finish()
                 step(f"{model}, every {interval}")
         return Measured(model, training.nbytes / 1e6, batch, iteration_s, write_s, seconds)
-
-
-def make(name: str, storage: Path, training: Training, in_flight: int) -> Saver:
-    """A saver with a folder of its own."""
-    folder = storage / name.replace(" ", "-")
-    folder.mkdir()
-    if name == PCcheck.name:
-        return PCcheck(folder, training.state, training.optimizer, in_flight)
-    return SAVERS[name](folder, training.state, training.optimizer)
 
 
 def block(training: Training, saver: Saver, interval: int, iterations: int) -> float:
@@ -120,7 +117,7 @@ def calibrate(options: Options, model: str, storage: Path) -> tuple[float, float
             saver.finish()
         saver.close()
         write_s = Spread.of(saver.write_s[1:]).median
-        iteration_s = block(training, SAVERS[NONE](folder, training.state, training.optimizer), 1, 5)
+        iteration_s = training.iteration_s()
         if options.batch or iteration_s * options.write_iterations >= write_s or batch >= 1024:
             return write_s, iteration_s, batch
         batch *= 2
@@ -167,12 +164,9 @@ def main() -> None:
     parser.add_argument("--intervals", type=numbers, default=(1, 5, 10, 25, 50, 100))
     parser.add_argument("--params", type=int, default=20_000_000)
     parser.add_argument("--batch", type=int, default=0, help="samples of an iteration; 0: chosen")
-    parser.add_argument("--write-iterations", type=float, default=10.0)
-    parser.add_argument("--in-flight", type=int, default=2, help="N of PCcheck")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--storage", default=".", help="folder on the file system to write to")
-    add_limit_option(parser)
-    add_kinds_option(parser, tuple(SAVERS))
+    add_limit_options(parser)
+    add_saver_options(parser)
     add_output_options(parser)
     arguments = parser.parse_args()
     if not set(arguments.models) <= set(KINDS):
@@ -183,7 +177,7 @@ def main() -> None:
     to = console(arguments)
     measured = []
     total = len(options.models) * options.repetitions * len(options.intervals)
-    with write_limit(options.storage, options.write_mbps), progress(to, "training", total) as step:
+    with progress(to, "training", total) as step:
         for model in options.models:
             measured.append(run(options, model, step))
             show(measured[-1], options, to)

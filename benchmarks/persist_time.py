@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import SAVERS, NoSaver, PCcheck, Saver
+from baselines import SAVERS, NoSaver, PCcheck, Saver, make
 from common import (
     MIB,
     Spread,
@@ -82,15 +82,10 @@ def run(options: Options, mib: int, step: Callable[[str], None]) -> Measured:
 
 
 def _make(name: str, storage: Path, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Saver:
-    folder = storage / name.replace(" ", "-")
-    folder.mkdir()
-
     def state() -> dict[str, Any]:
         return {"model": {"parameter": parameter.detach()}}
 
-    if name == PCcheck.name:
-        return PCcheck(folder, state, optimizer, in_flight=1)
-    return SAVERS[name](folder, state, optimizer)
+    return make(name, storage, state, optimizer, in_flight=1)
 
 
 def _save(saver: Saver, step: int) -> tuple[float, float]:

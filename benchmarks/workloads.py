@@ -1,5 +1,9 @@
 """Small models of the three kinds that PCcheck was measured with, on random data: what is timed is the same work."""
 
+import argparse
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,6 +70,11 @@ class Training:
         self.model(*self._draw(self._batch)).backward()
         self.optimizer.step()
 
+    def iteration_s(self, iterations: int = 9) -> float:
+        """Seconds of an iteration, measured now."""
+        self.step()
+        return statistics.median(_seconds(self.step) for _ in range(iterations))
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         rng = torch.get_rng_state()
@@ -81,6 +90,19 @@ class Training:
     def nbytes(self) -> int:
         """Of a checkpoint: parameters and two moments."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def add_training_options(parser: argparse.ArgumentParser, params: int, batch: int) -> None:
+    """``--model``, ``--params`` and ``--batch``."""
+    parser.add_argument("--model", choices=KINDS, default="opt")
+    parser.add_argument("--params", type=int, default=params)
+    parser.add_argument("--batch", type=int, default=batch)
 
 
 def _images(batch: int) -> tuple[Tensor, Tensor]:

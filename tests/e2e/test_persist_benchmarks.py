@@ -41,9 +41,11 @@ def test_recovery_is_exact_for_every_way(tmp_path: Path) -> None:
 def test_goodput_really_and_by_the_model(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     trace.write_text("# three drops, of which the last is outside\n0,4\n10,5\n20,3\n30,4\n40,3\n90,1\n")
-    options = [f"--trace={trace}", "--hours=0.02", "--seconds=8", "--intervals=5", "--kinds=PCcheck,GPM"]
+    options = [f"--trace={trace}", "--hours=0.02", "--seconds=8", "--intervals=5,0", "--kinds=PCcheck,GPM"]
     measured = figures("persist_goodput.py", *SMALL, *options, f"--storage={tmp_path}")["measured"]
-    for one in measured:
+    assert [one["kind"] for one in measured] == ["PCcheck", "GPM", "PCcheck"]  # GPM has no rule for its interval
+    assert measured[2]["interval"] >= 1
+    for one in measured[:2]:
         assert one["failures"] == 2
         assert one["goodput"] > 0
         assert one["goodput"] == pytest.approx(one["modelled"], rel=0.5)
