@@ -178,7 +178,8 @@ class _Worker:
         """The shadow takes frames of an incarnation that rank 0 opened."""
         number = torch.zeros(1, dtype=torch.int64)
         if self._rank == 0:
-            number[0] = Client(Settings.from_environment(), 0, self._job["ranks"]).begin(0, BEGIN_S).incarnation
+            settings = Settings.from_environment()
+            number[0] = Client(settings, settings.shadows[0], 0, self._job["ranks"]).begin(0, BEGIN_S).incarnation
         dist.broadcast(number, 0)
         return int(number)
 

@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from checkmate.checked import Endpoint
 from checkmate.config import CheckmateError
 from checkmate.crc32c import crc32c
 from checkmate.protocol import Seed
@@ -96,6 +97,12 @@ class Worker:
         self._process.join()
 
 
+def client_of(control: tuple[str, int]) -> Client:
+    """Of a job with one rank and this shadow."""
+    endpoint = Endpoint(*control)
+    return Client(Settings((endpoint,), TOKEN, JOB), endpoint, 0, 1)
+
+
 def serve(pipe: Connection, nbytes: int, cpus: Sequence[int]) -> None:
     """The shadow's process: a state of about ``nbytes``, and a plain sender of as many bytes beside it."""
     prepare(cpus)
@@ -105,7 +112,7 @@ def serve(pipe: Connection, nbytes: int, cpus: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as folder, closing(plain):
         config = ShadowConfig(JOB, TOKEN, ("127.0.0.1", 0), Path(folder, "status"), RxConfig())
         with Shadow(config) as shadow:
-            client = Client(Settings(*shadow.control, TOKEN, JOB), 0, 1)
+            client = client_of(shadow.control)
             incarnation = client.begin(0, 10.0).incarnation
             client.send_seed(incarnation, seed, tensors, lambda _: None)
             pipe.send((shadow.control, plain.getsockname(), incarnation, len(source), digest(tensors)))
@@ -119,7 +126,7 @@ def rank(pipe: Connection, place: tuple[Any, Any, int, int, int], cpus: Sequence
     """A rank's process: answers each request with when it began and ended, and the digest of what it has."""
     prepare(cpus)
     control, plain, incarnation, nbytes, _ = place
-    client = Client(Settings(*control, TOKEN, JOB), 0, 1)
+    client = client_of(control)
     used, other = torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     tensors: list[Tensor] = []
     pipe.send("ready")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ class SwitchKind(StrEnum):
     bmv2 = "bmv2"
 
 
+Shadows = Annotated[int, typer.Option(min=1, max=4, help="Shadows, each with a shard of the parameters.")]
 RanksPerHost = Annotated[
     int, typer.Option(min=1, max=7, help="Ranks on each training node, which is a network namespace.")
 ]
@@ -59,6 +61,7 @@ RanksPerHost = Annotated[
 def demo(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="Training processes.")] = 4,
     ranks_per_host: RanksPerHost = 1,
+    shadows: Shadows = 1,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 40,
     params: Annotated[int, typer.Option(min=100_000, help="Approximate number of model parameters.")] = 3_000_000,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
@@ -79,7 +82,9 @@ def demo(
     """
     from checkmate.demo import DemoOptions, run_demo  # noqa: PLC0415 - keeps --help fast
 
-    options = DemoOptions(ranks, steps, params, mtu, channels, ranks_per_host, switch.value, kill, seed, keep, as_json)
+    options = DemoOptions(
+        ranks, steps, params, mtu, channels, ranks_per_host, shadows, switch.value, kill, seed, keep, as_json
+    )
     if not run_demo(options, Console(stderr=as_json)):
         raise typer.Exit(1)
 
@@ -88,6 +93,7 @@ def demo(
 def lab(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="Training processes.")] = 4,
     ranks_per_host: RanksPerHost = 1,
+    shadows: Shadows = 1,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
 ) -> None:
@@ -100,7 +106,7 @@ def lab(
 
     if mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
-    lab_config = LabConfig(ranks, mtu, switch.value, ranks_per_host=ranks_per_host)
+    lab_config = LabConfig(ranks, mtu, switch.value, ranks_per_host=ranks_per_host, shadows=shadows)
     serve_lab(lab_config, partial(Console().print, soft_wrap=True, markup=False, highlight=False))
 
 
@@ -218,34 +224,36 @@ def status(socket: Annotated[Path, typer.Argument(help="Status socket of a shado
 
 @app.command()
 def export(
-    socket: Annotated[Path, typer.Argument(help="Status socket of a shadow.")],
+    sockets: Annotated[list[Path], typer.Argument(help="Status socket of a shadow, or of all shadows of a group.")],
     out: Annotated[Path, typer.Argument(help="File to write; with --format dcp a folder, which must not exist.")],
     into: Annotated[Format, typer.Option("--format", help="torch: a file for torch.load.")] = Format.torch,
 ) -> None:
-    """Write a shadow's committed state, {"model", "optimizer", "step"}, as plain PyTorch has it. Training goes on."""
+    """Write the shadows' committed state, {"model", "optimizer", "step"}, as plain PyTorch has it. Training goes on.
+
+    One shadow of several holds a shard; all of them together make one file.
+    """
     if out.is_dir():
         raise CheckmateError(f"{out} exists: choose another name, or remove it first")
     if not out.parent.is_dir():
         raise CheckmateError(f"{out}: the folder {out.parent} does not exist; make it first")
-    step = export_state(socket, out) if into is Format.torch else _export_through_torch(socket, out, into)
+    if into is Format.torch and len(sockets) == 1:
+        step = export_state(sockets[0], out)
+    else:
+        step = _export_through_torch(sockets, out, into)
     print_json({"step": step, "path": str(out)})
 
 
-def _export_through_torch(socket: Path, out: Path, into: Format) -> int:
-    """The shadow writes what it can write fast; to convert it is this process's work."""
-    import torch  # noqa: PLC0415
-
+def _export_through_torch(sockets: Sequence[Path], out: Path, into: Format) -> int:
+    """The shadows write what they can write fast; to convert and to join it is this process's work."""
+    from checkmate import parts  # noqa: PLC0415
     from checkmate.persist import interchange  # noqa: PLC0415
 
-    plain = out.with_name(f".{out.name}.torch")
     try:
-        step = export_state(socket, plain)
-        interchange.write(out, torch.load(plain, map_location="cpu", weights_only=True, mmap=True), into)
+        with parts.exported(sockets, out.parent) as state:
+            interchange.write(out, state, into)
     except OSError as error:
         raise CheckmateError(f"{out}: {error.strerror or error}") from None
-    finally:
-        plain.unlink(missing_ok=True)
-    return step
+    return int(state["step"])
 
 
 @app.command()

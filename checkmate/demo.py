@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from checkmate import config, examples, metrics
+from checkmate import config, examples, metrics, parts
 from checkmate.compare import differences, load_state
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_machine, require
@@ -26,7 +27,6 @@ from checkmate.lab import Lab, LabConfig, clean_stale, sigterm_interrupts
 from checkmate.p4.v1model import bmv2
 from checkmate.progress import RunView
 from checkmate.services import Services
-from checkmate.status import export
 
 _REFRESH_SECONDS = 0.1
 _RUN_SECONDS = 1800.0
@@ -45,6 +45,7 @@ class DemoOptions:
     mtu: int = 1500
     channels: int = 2
     ranks_per_host: int = 1
+    shadows: int = 1
     switch: str = "ebpf"
     kill: str = "random"
     seed: int = 0
@@ -113,7 +114,12 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     with sigterm_interrupts():
         try:
             lab_config = LabConfig(
-                options.ranks, options.mtu, options.switch, "demo", ranks_per_host=options.ranks_per_host
+                options.ranks,
+                options.mtu,
+                options.switch,
+                "demo",
+                ranks_per_host=options.ranks_per_host,
+                shadows=options.shadows,
             )
             with Lab(lab_config, options.keep, partial(console.print, soft_wrap=True)) as lab:
                 result = _Demo(options, kill, lab, console).run()
@@ -208,15 +214,17 @@ class _Demo:
 
     def _collect(self, killer: "_Killer | None") -> None:
         result = self.result
-        status = self.services.shadow_status()
+        shadows = [self.services.shadow_status(number) for number in range(self.options.shadows)]
         controller = self.services.controller_status()
-        if status is None or controller is None:
-            raise CheckmateError("the shadow or the controller does not answer any more")
-        result.committed_steps = status["committed"] or 0
-        result.gaps = status["receiver"]["gaps"]
-        result.drops = status["receiver"]["driver_drops"]
+        answers = [status for status in shadows if status is not None]
+        if len(answers) < len(shadows) or controller is None:
+            raise CheckmateError("a shadow or the controller does not answer any more")
+        result.committed_steps = min(status["committed"] or 0 for status in answers)
+        result.gaps = sum(status["receiver"]["gaps"] for status in answers)
+        result.drops = sum(status["receiver"]["driver_drops"] for status in answers)
         result.copies = sum(count["packets"] for count in controller["counters"]["copies_out"].values())
-        export(self.services.shadow_socket, self._file("shadow.pt"))
+        with parts.exported(self.services.shadow_sockets, self.lab.directory) as state:
+            torch.save(state, self._file("shadow.pt"))
         notes = metrics.read(self._file("metrics"))
         restores = [note for note in notes if note["kind"] == "restore"]
         result.tagged_bytes = tagged_bytes(notes, self.options.steps)

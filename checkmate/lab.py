@@ -3,7 +3,7 @@
 Every host (of one rank or more), the shadow, the switch and the management network get a namespace of their own::
 
     PREFIX-r0 … PREFIX-rN   eth0 … ──► switch ports 1 … N        mgmt0 ──► management bridge
-    PREFIX-shadow0          rx0, rx1 ──► switch ports N+1, N+2   mgmt0 ──► management bridge
+    PREFIX-shadow0 …          rx0, rx1 ──► switch ports N+1, N+2   mgmt0 ──► management bridge
     PREFIX-switch           p1 … pN+2                            mgmt0 ──► management bridge
     PREFIX-mgmt             br0, the bridge; the launcher and the controller run here
 
@@ -67,7 +67,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class LabConfig:
-    """Size of a lab: ``ranks``, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
+    """Size of a lab: ``ranks``, ``shadows``, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
 
     ``ranks_per_host``: ranks that share a host, which has ``nics`` interfaces; the last host may have fewer ranks.
     ``placement`` None: everything runs where the kernel puts it.
@@ -80,6 +80,7 @@ class LabConfig:
     placement: Placement | None = None
     ranks_per_host: int = 1
     nics: int = 1
+    shadows: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.ranks_per_host < self.ranks:
@@ -93,9 +94,8 @@ def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
     """Topology of a lab whose namespaces begin with ``prefix``."""
     hosts = tuple(_lab_host(lab, prefix, h) for h in range(-(-lab.ranks // lab.ranks_per_host)))
     first = len(hosts) * lab.nics + 1
-    nics = tuple(Nic(f"rx{i}", _mac(2, i), f"10.1.0.{200 + i}", first + i) for i in (0, 1))
-    shadow = Shadow("shadow0", "10.255.0.100", nics, f"{prefix}-shadow0")
-    ports = range(1, first + 2)
+    shadows = tuple(_lab_shadow(prefix, first, s) for s in range(lab.shadows))
+    ports = range(1, first + 2 * lab.shadows)
     return Topology(
         job=lab.job,
         mtu=lab.mtu,
@@ -108,8 +108,14 @@ def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
             netns=f"{prefix}-switch",
         ),
         hosts=hosts,
-        shadows=(shadow,),
-        groups=(Group("dp0", tuple(host.name for host in hosts for _ in range(host.ranks)), (shadow.name,)),),
+        shadows=shadows,
+        groups=(
+            Group(
+                "dp0",
+                tuple(host.name for host in hosts for _ in range(host.ranks)),
+                tuple(shadow.name for shadow in shadows),
+            ),
+        ),
     )
 
 
@@ -118,6 +124,12 @@ def _lab_host(lab: LabConfig, prefix: str, index: int) -> Host:
     nics = tuple(Nic(f"eth{i}", _mac(1, n), f"10.1.0.{10 + n}", 1 + n) for i, n in enumerate(numbers))
     ranks = min(lab.ranks_per_host, lab.ranks - index * lab.ranks_per_host)
     return Host(f"node{index}", f"10.255.0.{10 + index}", nics, f"{prefix}-r{index}", ranks)
+
+
+def _lab_shadow(prefix: str, first_port: int, index: int) -> Shadow:
+    numbers = (2 * index, 2 * index + 1)
+    nics = tuple(Nic(f"rx{i}", _mac(2, n), f"10.1.0.{200 + n}", first_port + n) for i, n in enumerate(numbers))
+    return Shadow(f"shadow{index}", f"10.255.0.{100 + index}", nics, f"{prefix}-shadow{index}")
 
 
 def _mac(kind: int, index: int) -> str:

@@ -10,13 +10,14 @@ A connection starts with the HMAC handshake (``Challenge`` from the shadow, ``He
 * ``Hello.purpose == "records"``: Layout, StepRecord, Digests, Boundary from the rank; Ack and SeedRequest from the
   shadow.
 * ``"begin"``: Begin from rank 0 and Begun from the shadow: opens a new incarnation.
+* ``"commit"``: Ready from the shadow, Release from the job's coordinator; only where a job has several shadows.
 * ``"seed"``: Seed and its tensors from rank 0; Ack from the shadow.
 * ``"restore"``: Restore from the rank; State and its tensors from the shadow.
 
 The order of one iteration t, on every rank: StepRecord(t) when the optimizer step starts, then Boundary(t) at the first
 forward after it (or at close). A shadow commits t when all gradients of t, one StepRecord(t) and the Boundary(t) of all
 ranks are there: so whatever is restored, model, optimizer, schedule, random numbers and data position are of the
-same moment.
+same moment. Where a job has several shadows, each a *shard* of the parameters, none commits t before all could.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ import msgpack
 from checkmate.config import CheckmateError
 
 MAX_MESSAGE = 64 << 20
-VERSION = 2
+VERSION = 3
 
 
 class ProtocolError(CheckmateError):
@@ -73,7 +74,10 @@ class Challenge(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Answer to Challenge; ``proof`` is HMAC-SHA256(token, nonce ‖ purpose)."""
+    """Answer to Challenge; ``proof`` is HMAC-SHA256(token, nonce ‖ purpose).
+
+    ``shadows``: number of those of the job, which commit together.
+    """
 
     TYPE: ClassVar[str] = "hello"
     job: str
@@ -83,6 +87,7 @@ class Hello(Message):
     world: int
     incarnation: int
     version: int = VERSION
+    shadows: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,16 @@ class Begin(Message):
 
 @dataclass(frozen=True)
 class Begun(Message):
-    """The incarnation that is open now and the step that its ranks will be restored to (None: no state held)."""
+    """The incarnation that is open now, the committed step (None: no state held) and what can be restored.
+
+    ``spans``: [history, first, last], oldest first: the steps that the shadow can be at without anything more. A
+    history is named by the incarnation in which it began; steps of different histories have nothing in common.
+    """
 
     TYPE: ClassVar[str] = "begun"
     incarnation: int
     committed: int | None
+    spans: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -115,12 +125,14 @@ class Layout(Message):
     """What the bytes of each bucket are; sent before the first StepRecord that names ``digest``.
 
     ``buckets``: list of {"bucket": int, "bytes": int, "dtype": str, "params": [[name, first element, elements], …]};
-    "dtype" is that of the bytes, which a compressing hook makes another than the parameters'.
+    "dtype" is that of the bytes, which a compressing hook makes another than the parameters'. ``elsewhere``: buckets of
+    which all parameters belong to other shadows.
     """
 
     TYPE: ClassVar[str] = "layout"
     digest: str
     buckets: list[dict[str, Any]]
+    elsewhere: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -199,6 +211,33 @@ class Ack(Message):
 
 
 @dataclass(frozen=True)
+class Ready(Message):
+    """Steps that a shadow can be at without anything more, as [first, last], oldest first; ``number`` counts reports.
+
+    A promise: it holds until the shadow is further, or until a Release with the number of a later report, without
+    them, arrives.
+    """
+
+    TYPE: ClassVar[str] = "ready"
+    number: int
+    spans: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Release(Message):
+    """The newest step that all shadows of the job were ready for (None: none): each may commit it.
+
+    ``number``: the newest report of this shadow that was heard before. ``waits_for``: addresses of the shadows that
+    hold up the others.
+    """
+
+    TYPE: ClassVar[str] = "release"
+    step: int | None
+    number: int
+    waits_for: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Seed(Message):
     """Full state after step ``step``; the tensors follow as ``manifest`` lists them (``checkmate.tensors``).
 
@@ -206,20 +245,27 @@ class Seed(Message):
     "param", "buffer" or "state.KEY" for the optimizer state KEY of parameter ``name`` ("state.exp_avg", "state.step").
     ``optimizer``: {"class": "AdamW", "groups": [hyperparameters with "params": [names in order]], "scalars": {name:
     {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds
-    optimizer state that is no tensor.
+    optimizer state that is no tensor. Of a shard, "order" beside "params" names all of the job's in order.
+    ``history``: that of the run, see Begun.
     """
 
     TYPE: ClassVar[str] = "seed"
     step: int
     optimizer: dict[str, Any]
     manifest: list[list[Any]]
+    history: int = 0
 
 
 @dataclass(frozen=True)
 class Restore(Message):
-    """A rank asks for the state of the committed step of its incarnation."""
+    """A rank asks for the state of this step of this history, for its incarnation to go on from.
+
+    ``step`` None: the committed state, whatever it is.
+    """
 
     TYPE: ClassVar[str] = "restore"
+    step: int | None = None
+    history: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,8 +282,8 @@ class State(Message):
 _TYPES: dict[str, type[Message]] = {
     cls.TYPE: cls
     for cls in (
-        Challenge, Hello, Refused, Begin, Begun, Layout, StepRecord, Digests, Boundary, SeedRequest, Ack, Seed, Restore,
-        State,
+        Challenge, Hello, Refused, Begin, Begun, Layout, StepRecord, Digests, Boundary, SeedRequest, Ack, Ready,
+        Release, Seed, Restore, State,
     )
 }  # fmt: skip
 

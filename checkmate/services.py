@@ -1,4 +1,4 @@
-"""The long-running parts of a lab, each the process that it would be on a rack: switch, controller, shadow, job."""
+"""The long-running parts of a lab, each the process that it would be on a rack: switch, controller, shadows, job."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 class Services:
-    """Switch, controller and shadow of a lab; the lab owns the processes and ends them."""
+    """Switch, controller and shadows of a lab; the lab owns the processes and ends them."""
 
     def __init__(self, lab: Lab, shadow_options: Sequence[str] = ()) -> None:
         self.lab = lab
@@ -30,11 +30,12 @@ class Services:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> Self:
-        """Start all and wait until the shadow is in its groups; raises CheckmateError with the log of what failed."""
+        """Start all and wait until shadows are in their groups; raises CheckmateError with the log of what failed."""
         self.start_switch()
-        self.start_shadow()
+        for number in range(len(self.lab.topology.shadows)):
+            self.start_shadow(number)
         self.start_controller()
-        self.wait_for("the shadow to be in its groups", self._shadow_is_planned)
+        self.wait_for("the shadows to be in their groups", self._shadows_are_planned)
         return self
 
     def start_switch(self) -> None:
@@ -47,22 +48,28 @@ class Services:
         """Start the controller (again)."""
         self._spawn("controller", self.lab.management, "controller", "--socket", self.controller_socket)
 
-    def start_shadow(self) -> None:
-        """Start the shadow (again)."""
-        shadow = self.lab.topology.shadows[0]
+    def start_shadow(self, number: int = 0) -> None:
+        """Start a shadow (again)."""
+        shadow = self.lab.topology.shadows[number]
         assert shadow.netns is not None
-        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_socket]
+        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_sockets[number]]
         arguments += self._shadow_options
-        self._spawn("shadow", shadow.netns, *arguments)
+        self._spawn(_shadow_name(number), shadow.netns, *arguments)
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
-        """The process of "switch", "controller" or "shadow"."""
+        """The process of "switch", "controller", "shadow", "shadow1", …."""
         return self._processes[name]
 
     @property
     def shadow_socket(self) -> Path:
-        """Status socket of the shadow."""
-        return self.lab.directory / "shadow.sock"
+        """Status socket of the first shadow."""
+        return self.shadow_sockets[0]
+
+    @property
+    def shadow_sockets(self) -> list[Path]:
+        """Status sockets of all shadows."""
+        count = len(self.lab.topology.shadows)
+        return [self.lab.directory / f"{_shadow_name(number)}.sock" for number in range(count)]
 
     @property
     def controller_socket(self) -> Path:
@@ -103,17 +110,17 @@ class Services:
                 tail = self.lab.log_tail(f"{name}.log")
                 raise CheckmateError(f"the {name} ended with status {process.returncode}:\n{tail}")
 
-    def shadow_status(self) -> dict[str, Any] | None:
-        """The shadow's status, None while it does not answer."""
-        return _try_query(self.shadow_socket)
+    def shadow_status(self, number: int = 0) -> dict[str, Any] | None:
+        """A shadow's status, None while it does not answer."""
+        return _try_query(self.shadow_sockets[number])
 
     def controller_status(self) -> dict[str, Any] | None:
         """The controller's status, None while it does not answer."""
         return _try_query(self.controller_socket)
 
-    def _shadow_is_planned(self) -> bool:
+    def _shadows_are_planned(self) -> bool:
         status = self.controller_status()
-        return bool(status and status["in_sync"] and status["live_shadows"])
+        return bool(status and status["in_sync"] and len(status["live_shadows"]) == len(self.lab.topology.shadows))
 
     def _spawn(self, name: str, netns: str, *arguments: str | Path) -> None:
         argv = [*_COMMAND, *arguments, "--topology", self.topology_file]
@@ -132,9 +139,9 @@ def serve_lab(config: LabConfig, say: Callable[[str], None]) -> None:
             f"ready; in another terminal:\n"
             f"  nsenter --net=/run/netns/{lab.management} {command} run --bpf {lab.bpf} "
             f"--topology {services.topology_file} YOUR_SCRIPT.py\n"
-            f"  {command} status {services.shadow_socket}\n"
-            f"  {command} status {services.controller_socket}\n"
-            f"  {command} export {services.shadow_socket} state.pt\n"
+            + "".join(f"  {command} status {socket}\n" for socket in services.shadow_sockets)
+            + f"  {command} status {services.controller_socket}\n"
+            f"  {command} export {' '.join(map(str, services.shadow_sockets))} state.pt\n"
             f"logs are in {lab.directory}; Ctrl-C ends and removes all"
         )
         while True:
@@ -144,6 +151,11 @@ def serve_lab(config: LabConfig, say: Callable[[str], None]) -> None:
 
 # -P: what runs is the installed package, wherever the caller stands.
 _COMMAND = (sys.executable, "-P", "-m", "checkmate")
+
+
+def _shadow_name(number: int) -> str:
+    """Of its process, log and socket."""
+    return f"shadow{number or ''}"
 
 
 def _try_query(socket: Path) -> dict[str, Any] | None:

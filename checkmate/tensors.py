@@ -88,7 +88,7 @@ def pack_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def unpack_group(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pack_group`` packed, with the sequences that msgpack made lists as tuples again."""
-    return {key: _unpack_value(value) for key, value in fields.items() if key != "params"}
+    return {key: _unpack_value(value) for key, value in fields.items() if key not in ("params", "order")}
 
 
 def pack_state(

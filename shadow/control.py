@@ -35,7 +35,9 @@ from checkmate.protocol import (
     Layout,
     Message,
     ProtocolError,
+    Ready,
     Refused,
+    Release,
     Restore,
     Seed,
     SeedRequest,
@@ -51,6 +53,7 @@ from checkmate.tensors import manifest_bytes, receive_tensors, send_tensors
 log = logging.getLogger("checkmate.shadow")
 
 _HELLO_BYTES = 4096
+_RELEASE_BYTES = 1 << 16
 _NONCE_BYTES = 32
 _BACKLOG = 64
 _POLL_MS = 1000
@@ -63,8 +66,14 @@ class Service(Protocol):
     def admit(self, hello: Hello) -> str | None:
         """Reason to refuse, None to go on."""
 
-    def begin(self, world: int, proposed: int) -> tuple[int, int | None]:
+    def begin(self, world: int, shadows: int, proposed: int) -> Begun:
         """Open an incarnation."""
+
+    def release(self, incarnation: int, message: Release) -> None:
+        """A step may be committed."""
+
+    def settle(self, incarnation: int, history: int, step: int) -> None:
+        """Be at the step that is restored."""
 
     def deliver(self, incarnation: int, rank: int, message: Message) -> None:
         """Take a record."""
@@ -161,6 +170,7 @@ class ControlServer:
         self._connections: dict[_Connection, threading.Thread] = {}
         self._strangers = Strangers(self._limits.strangers, _Connection.abort, log)
         self._committed: int | None = None
+        self._ready: Ready | None = None
         self._incarnation = 0
         self._stopping = threading.Event()
         self.counters = {"accepted": 0, "refused": 0, "restores": 0, "broken": 0}
@@ -203,18 +213,25 @@ class ControlServer:
     def committed(self, step: int) -> None:
         """Tell all ranks."""
         self._committed = step
-        for connection in self._records():
+        for connection in self._of("records"):
             connection.send_nowait(Ack(step))
+
+    def ready(self, number: int, spans: list[list[int]]) -> None:
+        """Tell the coordinator; one that can't be told asks again by connecting anew."""
+        self._ready = Ready(number, spans)
+        for connection in self._of("commit"):
+            if not connection.send_nowait(self._ready):
+                connection.abort()
 
     def ask_for_seed(self, reason: str) -> bool:
         """Ask rank 0; False when it isn't connected."""
-        asked = [c.send_nowait(SeedRequest(reason)) for c in self._records() if c.hello and c.hello.rank == 0]
+        asked = [c.send_nowait(SeedRequest(reason)) for c in self._of("records") if c.hello and c.hello.rank == 0]
         return any(asked)
 
     def incarnation(self, incarnation: int) -> None:
         """End connections of older incarnations; what they would still send is stale."""
         with self._lock:
-            self._incarnation = incarnation
+            self._incarnation, self._ready = incarnation, None
             for connection in self._connections:
                 hello = connection.hello
                 if hello is not None and hello.purpose != "begin" and hello.incarnation < incarnation:
@@ -224,9 +241,9 @@ class ControlServer:
     def following(self, following: bool) -> None:
         """Of no concern to trainers."""
 
-    def _records(self) -> list[_Connection]:
+    def _of(self, purpose: str) -> list[_Connection]:
         with self._lock:
-            return [c for c in self._connections if c.hello is not None and c.hello.purpose == "records"]
+            return [c for c in self._connections if c.hello is not None and c.hello.purpose == purpose]
 
     # Threads ------------------------------------------------------------------------------------------------------
 
@@ -291,6 +308,9 @@ class ControlServer:
             case "begin":
                 connection.hello = hello
                 self._begin(connection, hello)
+            case "commit":
+                self._admit(connection, hello)
+                self._take_releases(connection, hello)
             case "seed":
                 self._admit(connection, hello)
                 self._take_seed(connection, hello)
@@ -318,9 +338,12 @@ class ControlServer:
             raise _Denied("wrong job token; give the trainers the token file of the job")
         if hello.job != self._job:
             raise _Denied(f"job {hello.job!r}: this shadow serves {self._job!r}")
-        numbers = (hello.rank, hello.world, hello.incarnation)
-        if not all(type(n) is int for n in numbers) or not 0 <= hello.rank < hello.world or hello.incarnation < 0:
-            raise _Denied(f"rank {hello.rank!r} of {hello.world!r}, incarnation {hello.incarnation!r} makes no sense")
+        numbers = (hello.rank, hello.world, hello.incarnation, hello.shadows)
+        if not all(type(n) is int for n in numbers) or not 0 <= hello.rank < hello.world or min(numbers[2:]) < 0:
+            raise _Denied(
+                f"rank {hello.rank!r} of {hello.world!r}, incarnation {hello.incarnation!r}, of {hello.shadows!r} "
+                "shadows, makes no sense"
+            )
         return hello
 
     def _acquaint(self, connection: _Connection) -> None:
@@ -341,7 +364,7 @@ class ControlServer:
                 raise _Denied(f"incarnation {self._incarnation} was opened")
             for other in self._connections:
                 same = other.hello and (other.hello.purpose, other.hello.rank) == (hello.purpose, hello.rank)
-                if same and hello.purpose == "records":
+                if same and hello.purpose in ("records", "commit"):
                     other.abort()  # a rank's newest connection counts
             connection.hello = hello
 
@@ -365,12 +388,27 @@ class ControlServer:
             messages.check(message)
             self._service.deliver(hello.incarnation, hello.rank, message)
 
+    def _take_releases(self, connection: _Connection, hello: Hello) -> None:
+        if (ready := self._ready) is not None and not connection.send_nowait(ready):
+            return
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        while not self._stopping.is_set():
+            if not poll.poll(_POLL_MS):
+                continue
+            message = receive(connection.sock, _RELEASE_BYTES)
+            if message is None:
+                return
+            if hello.rank != 0 or not isinstance(message, Release):
+                raise _Denied("only rank 0 can release steps, with release messages")
+            messages.check(message)
+            self._service.release(hello.incarnation, message)
+
     def _begin(self, connection: _Connection, hello: Hello) -> None:
         message = receive(connection.sock, _HELLO_BYTES)
         if hello.rank != 0 or not isinstance(message, Begin) or type(message.proposed) is not int:
             raise _Denied("only rank 0 can begin an incarnation, with a begin message")
-        incarnation, committed = self._service.begin(hello.world, message.proposed)
-        connection.sock.sendall(Begun(incarnation, committed).encode())
+        connection.sock.sendall(self._service.begin(hello.world, hello.shadows, message.proposed).encode())
 
     def _take_seed(self, connection: _Connection, hello: Hello) -> None:
         seed = receive(connection.sock)
@@ -392,8 +430,12 @@ class ControlServer:
         connection.sock.sendall(Ack(committed).encode())
 
     def _restore(self, connection: _Connection, hello: Hello) -> None:
-        if not isinstance(receive(connection.sock, _HELLO_BYTES), Restore):
+        message = receive(connection.sock, _HELLO_BYTES)
+        if not isinstance(message, Restore):
             raise _Denied("expected a restore message")
+        messages.check(message)
+        if message.step is not None:
+            self._service.settle(hello.incarnation, message.history, message.step)
         with self._service.restoring(hello.rank, connection.abort) as (state, tensors):
             connection.sock.sendall(state.encode())
             send_tensors(connection.sock, tensors)

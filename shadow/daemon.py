@@ -137,6 +137,9 @@ class Shadow:
             "state": snapshot.state,
             "reason": snapshot.reason,
             "committed": snapshot.committed,
+            "ready": snapshot.ready,
+            "shadows": snapshot.shadows,
+            "waits_for": list(snapshot.waits_for),
             "commits": snapshot.commit_count,
             "gap_count": snapshot.gap_count,
             "gaps": [asdict(gap) for gap in snapshot.gaps],
@@ -154,6 +157,7 @@ class Shadow:
     def export(self, path: Path) -> int:
         """Write the committed state as ``{"model", "optimizer", "step"}`` for plain PyTorch; returns the step.
 
+        Of one shadow of several with ``"shard"``, for ``checkmate.parts`` to join.
         The file appears whole or not at all. Raises CheckmateError when there is no state, OSError of the file system.
         """
         with self._engine.reading(lambda: None) as committed:
@@ -202,6 +206,7 @@ class _Listener:
 
     def __init__(self, control: ControlServer, following: Callable[[bool], None]) -> None:
         self.committed = control.committed
+        self.ready = control.ready
         self.ask_for_seed = control.ask_for_seed
         self.incarnation = control.incarnation
         self.following = following
@@ -217,7 +222,8 @@ def _checkpoint(committed: Committed) -> dict[str, Any]:
     for name, stored in (at_forward.get("buffers") or {}).items():
         if name in state["model"]:
             state["model"][name].copy_(plain.decode(stored))
-    return state
+    shard = committed.replica.shard
+    return state if shard is None else {**state, "shard": shard}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from checkmate.config import CheckmateError
-from checkmate.protocol import Boundary, Digests, Hello, Layout, Message, Seed, State, StepRecord
+from checkmate.protocol import Begun, Boundary, Digests, Hello, Layout, Message, Release, Seed, State, StepRecord
+from checkmate.shadow.course import Course, Line
 from checkmate.shadow.gate import Gate
 from checkmate.shadow.optim.replica import Refusal, Replica
 from checkmate.shadow.rx.receiver import Event, OpComplete
@@ -75,6 +76,9 @@ class Listener(Protocol):
     def committed(self, step: int) -> None:
         """A newer step is committed."""
 
+    def ready(self, number: int, spans: list[list[int]]) -> None:
+        """Steps that this shadow of several can be at, the ``number``-th report."""
+
     def ask_for_seed(self, reason: str) -> bool:
         """Ask rank 0 for a seed; False when it can't be reached now."""
 
@@ -106,11 +110,17 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, for ``status``. ``commits``: (monotonic time, gradient bytes) of the newest ones."""
+    """The engine at one moment, for ``status``. ``commits``: (monotonic time, gradient bytes) of the newest ones.
+
+    ``shadows``: of the job. ``ready``: the newest step that could be committed; ``waits_for``: shadows that hold it up.
+    """
 
     incarnation: int = 0
     world: int = 0
+    shadows: int = 1
     committed: int | None = None
+    ready: int | None = None
+    waits_for: tuple[str, ...] = ()
     state: str = "waiting for seed"
     reason: str | None = None
     gaps: tuple[Gap, ...] = ()
@@ -137,8 +147,9 @@ class _Fence:
     """A ``begin`` that waits for what was already sent to arrive."""
 
     world: int
+    shadows: int
     proposed: int
-    done: "Future[tuple[int, int | None]]"
+    done: "Future[Begun]"
     started: float
     active: float
     packets: int = -1
@@ -167,8 +178,10 @@ class Engine:
             threading.Thread(target=self._receive, name="shadow-events"),
         ]
         self._incarnation = 0
+        self._shadows = 1
+        self._waits_for: tuple[str, ...] = ()
         self._committed: Committed | None = None
-        self._working: Replica | None = None
+        self._course: Course[Replica] = Course(self._free)
         self._answers: list[Callable[[], None]] = []
         self._fences: deque[_Fence] = deque()
         self._refused: str | None = None
@@ -212,12 +225,20 @@ class Engine:
         """Reason to refuse a records, seed or restore connection; a newer incarnation than ours is taken up."""
         return self._call(functools.partial(self._admit, hello))
 
-    def begin(self, world: int, proposed: int) -> tuple[int, int | None]:
-        """Open a new incarnation: (its number, the committed step that it starts from)."""
-        done: Future[tuple[int, int | None]] = Future()
+    def begin(self, world: int, shadows: int, proposed: int) -> Begun:
+        """Open a new incarnation of a job with this many ranks here and shadows in all."""
+        done: Future[Begun] = Future()
         now = time.monotonic()
-        self._put(lambda: self._fences.append(_Fence(world, proposed, done, now, now)))
+        self._put(lambda: self._fences.append(_Fence(world, shadows, proposed, done, now, now)))
         return done.result(self._tuning.fence_s + _CALL_S)
+
+    def release(self, incarnation: int, message: Release) -> None:
+        """The job's coordinator says which step all shadows may commit."""
+        self._put(functools.partial(self._release, incarnation, message))
+
+    def settle(self, incarnation: int, history: int, step: int) -> None:
+        """The incarnation goes on from this step: be there. Raises CheckmateError when that can't be."""
+        self._call(functools.partial(self._settle, incarnation, history, step))
 
     def deliver(self, incarnation: int, rank: int, message: Message) -> None:
         """Take a message of a records connection; waits while the engine is far behind."""
@@ -292,7 +313,7 @@ class Engine:
                 self._turn()
             except Exception as error:
                 log.exception("the shadow lost its state because of an error of its own")
-                self._lose(f"internal error: {error!r}")
+                self._lose(None, f"internal error: {error!r}")
             finally:  # only now: who got an answer also sees what followed from it
                 answers, self._answers = self._answers, []
                 for answer in answers:
@@ -307,12 +328,14 @@ class Engine:
         else:
             if self._fences:
                 self._fences[0].active = time.monotonic()
-        self._apply_ready()
-        self._commit_seed()
+        self._take_complete()
+        self._note_whole()
+        self._advance()
         if self._inbox.empty():
             self._staging.check(time.monotonic())
             self._tend_fence()
         self._bound_iterations()
+        self._report()
         self._publish()
         self._tend_seed()
 
@@ -347,15 +370,35 @@ class Engine:
         if hello.incarnation < max(self._incarnation, 1):
             return f"incarnation {hello.incarnation} is stale, {self._incarnation} is open: restart the job"
         if hello.incarnation > self._incarnation:
-            if hello.purpose == "restore":
-                return f"incarnation {hello.incarnation} was not begun here: nothing to restore from"
+            if hello.purpose in ("restore", "commit"):
+                return f"incarnation {hello.incarnation} was not begun here: nothing to {hello.purpose}"
             log.warning("incarnation %d was begun without this shadow", hello.incarnation)
-            self._open(hello.incarnation, hello.world, None)
+            self._open(hello.incarnation, hello.world, hello.shadows)
+            self._course.hold()
+            self._staging.begin(hello.world, None, {})
             if self._committed is not None:
                 self._staging.damage = f"incarnation {hello.incarnation} was begun without this shadow"
-        elif hello.world != self._staging.world:
+        elif hello.purpose != "commit" and hello.world != self._staging.world:
             return f"rank {hello.rank} counts {hello.world} ranks, this incarnation has {self._staging.world}"
         return None
+
+    def _release(self, incarnation: int, message: Release) -> None:
+        if incarnation == self._incarnation:
+            self._course.release(message.step, message.number)
+            self._waits_for = tuple(message.waits_for)
+
+    def _settle(self, incarnation: int, history: int, step: int) -> None:
+        if incarnation != self._incarnation:
+            raise CheckmateError(f"incarnation {self._incarnation} was opened")
+        line = self._course.main
+        if line is None and (line := self._course.settle(history, step)) is not None:
+            self._commit(Committed(line.state, line.boundaries), 0)
+            self._make(line, step)
+            self._staging.begin(self._staging.world, line.state.step, line.boundaries)
+        if line is None or line is not self._course.main or (line.history, line.state.step) != (history, step):
+            raise CheckmateError(
+                f"this shadow can't go on from step {step} of history {history}, but from {self._course.spans()}"
+            )
 
     def _announce(self, incarnation: int, step: int | None) -> None:
         if incarnation == self._incarnation:
@@ -365,9 +408,11 @@ class Engine:
         if incarnation != self._incarnation:
             raise CheckmateError(f"a seed of incarnation {incarnation}, but {self._incarnation} is open")
         self._staging.seed_announced(None)
-        verdict = self._staging.judge_seed(seed.step, self._committed_step)
+        main, last = self._course.main, self._course.last
+        is_held = self._course.shared and main is None  # and stays so until the seed is released
+        verdict = self._staging.judge_seed(seed.step, None if is_held else self._committed_step)
         if verdict == "verify":
-            verdict = self._verify(seed, tensors)
+            verdict = "ignore" if last is None or last.steps else self._verify(last.state, seed, tensors)
         if verdict == "ignore":
             self._seeds["ignored"] += 1
             log.info("ignored a seed of step %d: the state here is of step %s", seed.step, self._staging.step)
@@ -375,9 +420,8 @@ class Engine:
             self._adopt(seed, tensors)
         return self._committed_step
 
-    def _verify(self, seed: Seed, tensors: Sequence[Tensor]) -> str:
-        assert self._working is not None
-        differences = self._working.differences(seed, tensors)
+    def _verify(self, held: Replica, seed: Seed, tensors: Sequence[Tensor]) -> str:
+        differences = held.differences(seed, tensors)
         if not differences:
             self._seeds["verified"] += 1
             return "verified"
@@ -389,22 +433,29 @@ class Engine:
 
     def _adopt(self, seed: Seed, tensors: Sequence[Tensor]) -> None:
         try:
-            replica = Replica(seed, tensors)
+            line = Line(Replica(seed, tensors), seed.history, {}, False)
         except CheckmateError as error:
             self._seeds["refused"] += 1
             self._refused = str(error)
             log.error("refused the seed of step %d: %s", seed.step, error)
             raise
-        was_committed = self._staging.committed and seed.step == self._staging.step
+        main = self._course.main
+        replaces = main is not None and main is self._course.last and main.state.step == seed.step
+        if not self._course.add(line):
+            raise CheckmateError(
+                f"no room for a seed of step {seed.step}: the shadow keeps states that can still be restored; if this "
+                "lasts, restart the job's shadows to begin anew"
+            )
         self._seeds["adopted"] += 1
         self._refused = None
-        self._working = replica
         self._grows = True
         self._staging.adopt(seed.step)
+        line.boundaries, line.whole = self._staging.boundaries, self._staging.committed
         log.info("following from a seed of step %d", seed.step)
-        if was_committed:
-            self._commit(Committed(replica, self._staging.boundaries), 0)
-        self._commit_seed()
+        if replaces and line.whole:  # the same step, as the trainer has it
+            self._enter(line)
+        self._note_whole()
+        self._advance()
 
     @property
     def _committed_step(self) -> int | None:
@@ -415,38 +466,75 @@ class Engine:
 
     # What follows -------------------------------------------------------------------------------------------------
 
-    def _apply_ready(self) -> None:
+    def _take_complete(self) -> None:
+        """Complete steps join the last line; a job's only shadow makes each at once."""
         while (ready := self._staging.ready()) is not None and not self._stopping.is_set():
-            self._apply(ready)
+            line = self._course.last
+            assert line is not None
+            try:
+                line.state.check(ready.record, ready.layout)
+            except Refusal as error:
+                log.error("step %d can't be followed: %s", ready.record.step, error)
+                self._staging.refuse(ready.record.step, str(error))
+                return
+            self._staging.taken(ready.record.step)
+            line.steps.append(ready)
+            self._staging.queued = self._course.queued
+            self._advance()
 
-    def _apply(self, ready: Ready) -> None:
-        step, replica = ready.record.step, self._working
-        assert replica is not None
+    def _note_whole(self) -> None:
+        """The last line begins with a seed whose boundaries are there now."""
+        if self._staging.commit_seed() and (line := self._course.last) is not None:
+            line.boundaries, line.whole = self._staging.boundaries, True
+
+    def _advance(self) -> None:
+        """Go where this shadow may and can."""
+        while not self._stopping.is_set() and (goal := self._course.goal()) is not None:
+            line, step = goal
+            if line is not self._course.main:
+                self._enter(line)
+            if line.state.step >= step:
+                return
+            self._make(line, step)
+
+    def _enter(self, line: Line[Replica]) -> None:
+        """From the line before to this one."""
+        self._course.move(line)
+        self._staging.queued = self._course.queued
+        if line.whole:
+            self._commit(Committed(line.state, line.boundaries), 0)
+
+    def _make(self, line: Line[Replica], step: int) -> None:
+        """Make the steps of the main line up to this one, which all are there."""
+        while line.state.step < step and line is self._course.main:
+            self._apply(line, line.steps.popleft())
+            self._staging.queued = self._course.queued
+
+    def _apply(self, line: Line[Replica], ready: Ready) -> None:
+        step, replica = ready.record.step, line.state
         try:
-            replica.check(ready.record, ready.layout)
             buckets = {bucket: self._receiver.buffer(gradient.handle) for bucket, gradient in ready.gradients.items()}
-            with self._gate.writing(), self._withdrawing():
+            with self._gate.writing(), self._withdrawing(replica):
                 replica.apply(ready.record, ready.layout, buckets)
                 self._verifier.compare(replica, ready.layout)
                 self._committed = Committed(replica, ready.boundaries)
-        except Refusal as error:
-            log.error("step %d can't be followed: %s", step, error)
-            self._staging.refuse(step, str(error))
         except Mismatch as error:
             log.error("%s: taking the trainer's state", error)
-            self._lose(str(error))
+            self._lose(line, str(error))
         except Exception as error:
             log.exception("step %d could not be applied", step)
-            self._lose(f"step {step} could not be applied: {error!r}")
+            self._lose(line, f"step {step} could not be applied: {error!r}")
         else:
-            self._staging.applied(step)
+            line.boundaries, line.whole = ready.boundaries, True
             if self._verifier.is_content:
                 self._ask_pause = 0.0
             self._commit(self._committed, sum(gradient.nbytes for gradient in ready.gradients.values()))
+        finally:
+            self._free(ready)
 
-    def _commit_seed(self) -> None:
-        if self._staging.commit_seed() and self._working is not None:
-            self._commit(Committed(self._working, self._staging.boundaries), 0)
+    def _free(self, ready: Ready) -> None:
+        for gradient in ready.gradients.values():
+            self._receiver.release(gradient.handle)
 
     def _commit(self, committed: Committed, nbytes: int) -> None:
         """Make it the state that is served, and tell."""
@@ -461,26 +549,33 @@ class Engine:
         self._listener.committed(committed.replica.step)
 
     @contextlib.contextmanager
-    def _withdrawing(self) -> Iterator[None]:
+    def _withdrawing(self, replica: Replica) -> Iterator[None]:
         """Inside the gate: a state that turns out wrong is gone before anybody can read it."""
         try:
             yield
-        except Refusal:  # nothing was changed
-            raise
         except BaseException:
-            self._withdraw()
+            self._withdraw(replica)
             raise
 
-    def _withdraw(self) -> None:
-        if self._committed is not None and self._committed.replica is self._working:
+    def _withdraw(self, replica: Replica) -> None:
+        if self._committed is not None and self._committed.replica is replica:
             self._committed = None
 
-    def _lose(self, reason: str) -> None:
-        """The working state may be half stepped, or is wrong: it must never be served."""
-        with self._gate.writing():
-            self._withdraw()
-        self._working = None
-        self._staging.lose(reason)
+    def _lose(self, line: Line[Replica] | None, reason: str) -> None:
+        """The line's state may be half stepped, or is wrong: it must never be served. None: the last one's."""
+        is_last = line is self._course.last or line is None
+        if (lost := line or self._course.last) is not None:
+            with self._gate.writing():
+                self._withdraw(lost.state)
+            self._course.lose(lost)
+        if is_last:
+            self._staging.lose(reason)
+        self._staging.queued = self._course.queued
+
+    def _report(self) -> None:
+        """Tell the coordinator what has become possible."""
+        if (spans := self._course.report()) is not None:
+            self._listener.ready(self._course.number, spans)
 
     def _tend_fence(self) -> None:
         if not self._fences:
@@ -492,22 +587,23 @@ class Engine:
         if now - fence.active < self._tuning.quiet_s and now - fence.started < self._tuning.fence_s:
             return
         self._fences.popleft()
-        committed = self._committed
-        self._open(max(self._incarnation + 1, fence.proposed), fence.world, committed)
+        self._open(max(self._incarnation + 1, fence.proposed), fence.world, fence.shadows)
         self._ask_from = now + self._tuning.ask_s[0]  # who hears that there is no state sends one unasked
-        self._answers.append(functools.partial(fence.done.set_result, (self._incarnation, self._committed_step)))
+        begun = Begun(self._incarnation, self._committed_step, self._course.spans())
+        self._answers.append(functools.partial(fence.done.set_result, begun))
 
-    def _open(self, incarnation: int, world: int, start: Committed | None) -> None:
-        self._incarnation = incarnation
+    def _open(self, incarnation: int, world: int, shadows: int) -> None:
+        self._incarnation, self._shadows, self._waits_for = incarnation, shadows, ()
         self._receiver.set_incarnation(incarnation)
-        self._working = start.replica if start else None
-        self._staging.begin(world, start.replica.step if start else None, start.boundaries if start else {})
+        start = self._course.begin(shadows > 1, self._committed.replica if self._committed else None)
+        self._staging.begin(world, start.state.step if start else None, start.boundaries if start else {})
+        self._staging.queued = self._course.queued
         self._verifier.begin()
         self._refused = None
         self._ask_pause = self._asked = self._ask_from = 0.0
         self._discarded = 0
         self._listener.incarnation(incarnation)
-        log.info("incarnation %d of %d ranks, from step %s", incarnation, world, start.replica.step if start else None)
+        log.info("incarnation %d of %d ranks, from %s", incarnation, world, self._course.spans() or "no state")
 
     def _tend_seed(self) -> None:
         """Ask for a seed when one is needed: at once, then ever more rarely while seeds don't help."""
@@ -516,6 +612,8 @@ class Engine:
             return
         if staging.seed_is_coming or (staging.step is None and not staging.damage and now < self._ask_from):
             return
+        if self._waits_for_restore:
+            return
         if self._asked and now - self._asked < self._ask_pause:
             return
         if self._listener.ask_for_seed(staging.damage or "the shadow has no state"):
@@ -523,6 +621,11 @@ class Engine:
             self._asked = now
             first, longest = self._tuning.ask_s
             self._ask_pause = min(max(first, 2 * self._ask_pause), longest)
+
+    @property
+    def _waits_for_restore(self) -> bool:
+        """Ranks may still go on from a step that is held; that they make steps would show that they don't."""
+        return bool(self._course.held) and not self._staging.heard and self._staging.damage is None
 
     def _bound_iterations(self) -> None:
         """The receiver holds what may still be used, and takes nothing that no trainer can be at."""
@@ -541,6 +644,8 @@ class Engine:
             state, reason = "refused", self._refused
         elif staging.damage is not None:
             state, reason = "damaged", staging.damage
+        elif self._waits_for_restore:
+            state = "waiting for restore"
         elif staging.step is None or committed is None:
             state = "waiting for seed"
         if (state == "following") != (self.snapshot.state == "following"):
@@ -548,7 +653,10 @@ class Engine:
         self.snapshot = Snapshot(
             incarnation=self._incarnation,
             world=staging.world,
+            shadows=self._shadows,
             committed=self._committed_step,
+            ready=staging.step if staging.committed else None,
+            waits_for=self._waits_for,
             state=state,
             reason=reason,
             gaps=tuple(staging.gaps),
@@ -558,6 +666,6 @@ class Engine:
             commit_count=self._commit_count,
             seeds=dict(self._seeds),
             state_bytes=self._state_bytes,
-            verification=self._verifier.summary(self._working),
+            verification=self._verifier.summary(self._course.main.state if self._course.main else None),
             commits=tuple(self._commits),
         )

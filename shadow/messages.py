@@ -5,16 +5,27 @@ from typing import Any
 from torch import Tensor
 
 from checkmate import plain
-from checkmate.protocol import Boundary, Digests, Layout, Message, ProtocolError, Seed, StepRecord
+from checkmate.protocol import (
+    Boundary,
+    Digests,
+    Layout,
+    Message,
+    ProtocolError,
+    Release,
+    Restore,
+    Seed,
+    StepRecord,
+)
 from checkmate.tensors import manifest_bytes
 
 
 def check(message: Message) -> None:
-    """Raise ProtocolError naming the field of a Layout, StepRecord, Digests, Boundary or Seed that has another type."""
+    """Raise ProtocolError naming the field of a message that has another type than it must."""
     match message:
         case Layout():
             _expect(message, "digest", isinstance(message.digest, str))
             _expect(message, "buckets", _all(message.buckets, _is_bucket))
+            _expect(message, "elsewhere", _all(message.elsewhere, _is_count))
         case StepRecord():
             _expect(message, "step", _is_count(message.step, 1))
             _expect(message, "layout", isinstance(message.layout, str))
@@ -34,7 +45,15 @@ def check(message: Message) -> None:
         case Seed():
             _expect(message, "step", _is_count(message.step))
             _expect(message, "optimizer", _is_optimizer(message.optimizer))
+            _expect(message, "history", _is_count(message.history))
             manifest_bytes(message.manifest)
+        case Release():
+            _expect(message, "step", message.step is None or _is_count(message.step))
+            _expect(message, "number", _is_count(message.number))
+            _expect(message, "waits_for", _all(message.waits_for, _is_text))
+        case Restore():
+            _expect(message, "step", message.step is None or _is_count(message.step))
+            _expect(message, "history", _is_count(message.history))
 
 
 def _expect(message: Message, name: str, is_right: bool) -> None:
@@ -78,11 +97,15 @@ def _is_optimizer(value: Any) -> bool:
         _is_map(value)
         and value.keys() == {"class", "groups", "scalars"}
         and isinstance(value["class"], str)
-        and _all(value["groups"], lambda group: _is_map(group) and _all(group.get("params"), _is_text))
+        and _all(value["groups"], _is_group)
         and len(value["groups"]) > 0
         and _is_map(value["scalars"])
         and all(map(_is_map, value["scalars"].values()))
     )
+
+
+def _is_group(value: Any) -> bool:
+    return _is_map(value) and _all(value.get("params"), _is_text) and _all(value.get("order", []), _is_text)
 
 
 def _is_text(value: Any) -> bool:

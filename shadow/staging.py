@@ -59,10 +59,13 @@ class _Iteration:
 class Staging:
     """Sets of gradients, step records and boundaries on their way to the optimizer. Not thread-safe.
 
-    ``step``: the step of the state that is stepped next (None: there is none, a seed is needed). ``committed``: that
-    state is whole, with the boundaries of all ranks. ``damage``: why the shadow stands still (None: it does not).
+    ``step``: the newest step that the state here leads to (None: there is none, a seed is needed). ``committed``: of
+    that step all is here, with the boundaries of all ranks. ``damage``: why the shadow stands still (None: it does
+    not). ``heard``: trainers told of a step in this incarnation. ``queued``: iterations that were taken and still hold
+    gradients, counted against ``sets``.
     ``sets``: iterations whose gradients are held at most. ``patience_s``: how long a piece may be missing once later
-    ones are there. ``release``: called once for every gradient. ``detail``: text on what is missing of an iteration.
+    ones are there. ``release``: called once for every gradient that was not taken. ``detail``: text on what is missing
+    of an iteration.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Staging:
         self.gaps: deque[Gap] = deque(maxlen=_GAPS)
         self.gap_count = 0
         self.late = 0
+        self.queued = 0
+        self.heard = False
         self._sets = sets
         self._patience_s = patience_s
         self._release = release
@@ -101,6 +106,7 @@ class Staging:
             self._drop(iteration)
         self.world, self.step, self.boundaries = world, step, boundaries
         self._newest = step or 0
+        self.heard = False
         self.committed = step is not None
         self.damage = self._incoming = self._blocked = self._stalled = None
         self._trimmed = 0
@@ -164,7 +170,7 @@ class Staging:
 
     def add_record(self, rank: int, record: StepRecord) -> None:
         """A rank's step record; the ranks' records of one step must be the same."""
-        self._newest = max(self._newest, record.step)
+        self._newest, self.heard = max(self._newest, record.step), True
         if self._resumed and self.step is not None and record.step <= self.step:
             self._rewind(rank, record.step)
         piece = self._piece(record.step)
@@ -235,14 +241,15 @@ class Staging:
             return None
         return Ready(piece.record, self._layouts[piece.record.layout], dict(piece.gradients), piece.boundaries)
 
-    def applied(self, step: int) -> None:
-        """The step that ``ready`` gave was applied, and with it committed."""
-        self.boundaries = self._pieces[step].boundaries
+    def taken(self, step: int) -> None:
+        """The step that ``ready`` gave will be made, whatever comes; its gradients are the caller's."""
+        piece = self._pieces[step]
+        self.boundaries, piece.gradients = piece.boundaries, {}
         self.committed = True
         self._advance(step)
 
     def refuse(self, step: int, reason: str) -> None:
-        """The step that ``ready`` gave can't be applied; the state is as before."""
+        """The step that ``ready`` gave can't be made."""
         self._break(step, reason)
 
     def commit_seed(self) -> bool:
@@ -308,6 +315,9 @@ class Staging:
         if piece.record is None or piece.record.layout not in self._layouts or piece.record.skipped:
             return
         lines = {bucket["bucket"]: bucket for bucket in self._layouts[piece.record.layout].buckets}
+        elsewhere = self._layouts[piece.record.layout].elsewhere
+        for gradient in [piece.gradients[bucket] for bucket in elsewhere if bucket in piece.gradients]:
+            self._release(piece.gradients.pop(gradient.bucket))
         for gradient in piece.gradients.values():
             line = lines.get(gradient.bucket)
             if line is None:
@@ -357,11 +367,12 @@ class Staging:
         """Hold the gradients of ``sets`` iterations at most: those that can be applied, then those after a seed."""
         holding = sorted(number for number, piece in self._pieces.items() if piece.gradients)
         applicable = self._applicable()
+        sets = max(0, self._sets - self.queued)
         usable = [number for number in holding if number in applicable]
-        for number in usable[self._sets :]:
+        for number in usable[sets:]:
             self._break(number, f"the trainer is {self._sets} iterations ahead: no room for more gradients")
         others = [number for number in holding if number not in applicable]
-        room = max(0, self._sets - len(usable))
+        room = max(0, sets - len(usable))
         if self._incoming is None:
             # One set stays free: a receiver whose sets are all taken could not show us newer iterations.
             room = min(room, max(1, self._sets - 1))

@@ -1,4 +1,4 @@
-"""Joining a shadow that was not there when training started.
+"""Joining shadows that were not there when training started.
 
 Rank 0 opens an incarnation in the background and publishes its number in the process group's store; every rank takes
 it from there; when all have, rank 0 asks for a seed. Training never waits for any of this.
@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from checkmate.protocol import Begun
 from checkmate.train.client import ShadowError
+from checkmate.train.fleet import Beginning, Unrestorable
 
 log = logging.getLogger("checkmate")
 
@@ -21,18 +21,18 @@ _ADOPTED = "checkmate/adopted"
 
 
 class Admission:
-    """A background search for the shadow, from the start to ``close``.
+    """A background search for the shadows, from the start to ``close``.
 
     ``store``: a torch.distributed Store of this object's own. ``begin``: opens an incarnation, on rank 0 only.
     ``adopt(incarnation, held)`` and ``request_seed(reason)`` are called from the background thread; ``held`` is the
-    step that the shadow holds, on rank 0 only.
+    newest step that a shadow holds, on rank 0 only.
     """
 
     def __init__(
         self,
         store: Any,
         world: int,
-        begin: Callable[[], Begun] | None,
+        begin: Callable[[], Beginning] | None,
         adopt: Callable[[int, int | None], None],
         request_seed: Callable[[str], None],
     ) -> None:
@@ -59,16 +59,16 @@ class Admission:
         except Exception as error:  # the store goes away with the process group
             log.debug("admission ended: %s", error)
 
-    def _lead(self, begin: Callable[[], Begun]) -> None:
+    def _lead(self, begin: Callable[[], Beginning]) -> None:
         pause = BACK_OFF_S[0]
         while not self._stop.wait(pause):
             try:
                 begun = begin()
-            except ShadowError as error:
+            except (ShadowError, Unrestorable) as error:
                 log.debug("%s", error)
                 pause = min(2 * pause, BACK_OFF_S[1])
                 continue
-            self._adopt(begun.incarnation, begun.committed)
+            self._adopt(begun.incarnation, begun.newest)
             self._store.set(_KEY, str(begun.incarnation))
             if self._wait_for(lambda: self._store.add(_ADOPTED, 0) >= self._world - 1):
                 self._request_seed("the shadow joined late")

@@ -14,11 +14,13 @@ from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.client import Client
 from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
+from checkmate.train.fleet import Fleet
 from checkmate.train.hook import TagPlugin
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
 from checkmate.train.rings import probe_rings
 from checkmate.train.settings import Settings
+from checkmate.train.shards import Shard, cut
 
 ATTACHED: "WeakSet[DistributedDataParallel]" = WeakSet()
 """Modules that a shadow follows: what attaches by itself leaves them alone."""
@@ -57,22 +59,25 @@ def attach_unless(
     registry.install()
     TRACKER.install()
     peers = Peers(ddp)
-    parts: tuple[Settings, TagPlugin, RankState, Masters] | None = None
+    parts: tuple[Settings, list[Shard], TagPlugin, RankState, Masters] | None = None
     if problem is None:
         try:
             state = RankState(ddp.module, optimizer, stateful, peers.rank, peers.world)
             state.check()
-            parts = Settings.from_environment(), load_plugin(), state, Masters(ddp.module, masters)
+            settings = Settings.from_environment()
+            shards = cut(ddp.module, len(settings.shadows))
+            parts = settings, shards, load_plugin(), state, Masters(ddp.module, masters)
         except (CheckmateError, OSError) as error:
             problem = str(error)
     refusing = peers.find(problem is not None)
     if parts is not None and not refusing:
-        settings, plugin, state, copies = parts
+        settings, shards, plugin, state, copies = parts
         probe_rings(ddp, plugin)
         ATTACHED.add(ddp)
-        client = Client(settings, peers.rank, peers.world)
+        fleet = Fleet([Client(settings, where, peers.rank, peers.world) for where in settings.shadows], shards)
+        everybody = [Client(settings, where, peers.rank, peers.world) for where in settings.job_shadows]
         digests = DigestSender(settings.verify, ddp.module, optimizer, copies)
-        return Checkpoint(ddp, optimizer, state, client, plugin, peers, copies, digests)
+        return Checkpoint(ddp, optimizer, state, fleet, everybody, plugin, peers, copies, digests)
     TRACKER.remove()
     raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
 

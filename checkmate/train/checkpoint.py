@@ -4,6 +4,7 @@ import atexit
 import functools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,15 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import metrics, plain
 from checkmate.config import CheckmateError
-from checkmate.protocol import Begun, Boundary, Layout, Message, StepRecord
+from checkmate.protocol import Boundary, Layout, Message, StepRecord
 from checkmate.tensors import named_state, pack_group, unpack_state
 from checkmate.train.admission import Admission
+from checkmate.train.agreement import Position
 from checkmate.train.boundary import RankState
 from checkmate.train.buckets import broadcast_order, drop_hook
-from checkmate.train.client import Client, ShadowError
+from checkmate.train.client import ShadowError
 from checkmate.train.compression import Compression
+from checkmate.train.coordinator import Connector, Coordinator
 from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
+from checkmate.train.fleet import Beginning, Fleet, Links, Unrestorable
 from checkmate.train.gradients import around_scaled_step
 from checkmate.train.hook import GradientHook, TagPlugin
 from checkmate.train.interchange import Start, state_dict
@@ -30,6 +34,7 @@ from checkmate.train.link import RecordsLink
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
 from checkmate.train.seeder import Seeder
+from checkmate.train.shards import Shard
 from checkmate.train.watch import Watch
 
 log = logging.getLogger("checkmate")
@@ -55,13 +60,15 @@ class Checkpoint:
         ddp: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         state: RankState,
-        client: Client,
+        fleet: Fleet,
+        everybody: Sequence[Connector],
         plugin: TagPlugin,
         peers: Peers,
         masters: Masters,
         digests: DigestSender,
     ) -> None:
-        self._ddp, self._optimizer, self._state, self._client = ddp, optimizer, state, client
+        self._ddp, self._optimizer, self._state, self._fleet = ddp, optimizer, state, fleet
+        self._everybody = everybody
         self._plugin, self._peers, self._masters, self._digests = plugin, peers, masters, digests
         self._step = 0
         self._superseded = 0
@@ -74,8 +81,10 @@ class Checkpoint:
         self._layout: Layout | None = None
         self._ready_order: list[int] | None = None
         self._incarnation = 0
-        self._seeder = Seeder(client, ddp.module, optimizer, masters)
-        self._link = RecordsLink(client, self._greeting, self._seeder.request)
+        self._history: int | None = None
+        self._seeder = Seeder(fleet, ddp.module, optimizer, masters)
+        self._links = self._make_links()
+        self._coordinator: Coordinator | None = None
         self._admission: Admission | None = None
         self._watch = Watch(ddp.module, optimizer, masters)
         self._changed_before = False
@@ -90,19 +99,27 @@ class Checkpoint:
         self._undo = self._install()
         self._held = self._begin()
 
+    def _make_links(self) -> Links:
+        changed = threading.Condition()
+        links = [
+            RecordsLink(client, functools.partial(self._greeting, shard), self._seeder.request, changed)
+            for client, shard in zip(self._fleet.clients, self._fleet.shards, strict=True)
+        ]
+        return Links(links, self._fleet.shards)
+
     @property
     def committed(self) -> int | None:
-        """Newest step that the shadow holds completely, as far as this rank was told; None: none.
+        """Newest step that the shadows hold completely, as far as this rank was told; None: none.
 
         Backward passes whose gradients were reduced again before a step are not counted.
         """
-        held = self._link.committed
+        held = self._links.committed
         return None if held is None else max(0, held - self._superseded)
 
     @property
     def dropped(self) -> int:
         """Messages to the shadow that had to be dropped; each makes it ask for a seed."""
-        return self._link.dropped
+        return self._links.dropped
 
     def resume(self, *, from_the_top: bool = True) -> int | None:
         """Restore the step that the shadow holds, into model, optimizer, schedulers, random numbers and data order.
@@ -171,31 +188,47 @@ class Checkpoint:
         if self._admission is not None:
             self._admission.close(CLOSE_S)
         self._seeder.close(CLOSE_S)
-        self._link.close(CLOSE_S)
-        if self._link.dropped:
-            log.warning("rank %d: %d message(s) to the shadow were dropped", self._peers.rank, self._link.dropped)
+        if self._coordinator is not None:
+            self._coordinator.close(CLOSE_S)
+        self._links.close(CLOSE_S)
+        if self._links.dropped:
+            log.warning("rank %d: %d message(s) to the shadow were dropped", self._peers.rank, self._links.dropped)
 
     # Start
 
-    def _begin(self) -> int | None:
-        """Open an incarnation on rank 0 and tell the others; returns the step that the shadow holds, None: none."""
-        begun = self._try_begin() if self._peers.rank == 0 else None
+    def _begin(self) -> Position | None:
+        """Open an incarnation on rank 0 and tell the others; returns what the shadows hold, None: nothing.
+
+        Raises CheckmateError on all ranks when they hold state that can't be restored.
+        """
+        begun, position, problem = None, None, None
+        if self._peers.rank == 0:
+            try:
+                begun = self._try_begin()
+                position = begun.position() if begun is not None else None
+            except Unrestorable as error:
+                problem = error
+        if self._peers.find(problem is not None):
+            self.close(finished=False)
+            raise problem or CheckmateError("the shadows' state can't be restored: see the message of rank 0")
         incarnation = self._peers.gather(begun.incarnation if begun else 0)[0]
-        held = self._peers.gather(-1 if begun is None or begun.committed is None else begun.committed)[0]
+        history, step = (self._peers.gather(value)[0] for value in position or (-1, -1))
         if incarnation:
             self._adopt(incarnation, None)
         else:
             self._admission = self._search()
-        return None if held < 0 else held
+        return None if step < 0 else (history, step)
 
-    def _try_begin(self) -> Begun | None:
+    def _try_begin(self) -> Beginning | None:
         """A shadow that is just starting is given some time, one that refuses is not."""
         end = time.monotonic() + BEGIN_S
         while True:
             try:
-                return self._client.begin(0, BEGIN_S)
-            except ShadowError as error:
+                return self._fleet.begin(BEGIN_S)
+            except (ShadowError, Unrestorable) as error:
                 if time.monotonic() > end or not isinstance(error.__cause__, OSError):
+                    if isinstance(error, Unrestorable):
+                        raise
                     log.warning("%s; training goes on without checkpoints until it can be reached", error)
                     return None
             time.sleep(_RETRY_S)
@@ -206,28 +239,31 @@ class Checkpoint:
             self._seeder.floor = held
         self._incarnation = incarnation
         self._plugin.set_incarnation(incarnation)
-        self._link.open(incarnation)
-        if not self._link.wait(lambda: self._link.connected or self._link.refused is not None, BEGIN_S):
-            log.warning("rank %d has no records connection to the shadow yet", self._peers.rank)
+        self._links.open(incarnation)
+        if self._peers.rank == 0 and len(self._everybody) > 1:
+            self._coordinator = Coordinator(self._everybody, incarnation)
+        if not self._links.wait(lambda: self._links.settled, BEGIN_S):
+            log.warning("rank %d has no records connection to a shadow yet", self._peers.rank)
 
     def _search(self) -> Admission:
-        """Look for the shadow in the background."""
+        """Look for the shadows in the background."""
         store: Any = dist.distributed_c10d._get_default_store()
-        begin = functools.partial(self._client.begin, 0, BEGIN_S) if self._peers.rank == 0 else None
+        begin = functools.partial(self._fleet.begin, BEGIN_S) if self._peers.rank == 0 else None
         return Admission(store.clone(), self._peers.world, begin, self._adopt, self._seeder.request)
 
-    def _greeting(self) -> Sequence[Message]:
-        return [self._layout] if self._layout is not None else []
+    def _greeting(self, shard: Shard) -> Sequence[Message]:
+        layout = shard.part(self._layout) if self._layout is not None else None
+        return [layout] if layout is not None else []
 
     def _seed_start(self) -> None:
         """The shadow has no state: give it the initial one, before gradients flow."""
         self._watch.seal()
         if self._peers.rank == 0 and self._incarnation:
-            self._seeder.take(self._step, self._incarnation)
+            self._seeder.take(self._step, self._incarnation, self._history or self._incarnation)
             if not self._seeder.wait(SEED_S):
                 log.warning("the shadow did not acknowledge the initial state within %g s; training goes on", SEED_S)
 
-    def _restore(self, held: int) -> None:
+    def _restore(self, held: Position) -> None:
         problem: Exception | None = None
         start = time.monotonic()
         try:
@@ -239,26 +275,24 @@ class Checkpoint:
             self.close(finished=False)
             reason = f": {problem}" if problem is not None else ", see their messages"
             raise CheckmateError(
-                f"the state of step {held} could not be restored on rank(s) {failed}{reason}; no rank goes on, so that "
-                "states are never mixed; if this is another job than the shadow's, restart the shadow first"
+                f"the state of step {held[1]} could not be restored on rank(s) {failed}{reason}; no rank goes on, so "
+                "that states are never mixed; if this is another job than the shadow's, restart the shadow first"
             ) from problem
         if self._hook.ready_order.restore(broadcast_order(self._ddp, self._ready_order)):
             self._hook.register(self._ddp)
-        self._step = held
+        self._history, self._step = held
         metrics.note("restore", **self._where(), seconds=time.monotonic() - start)
-        log.info("rank %d restored step %d", self._peers.rank, held)
+        log.info("rank %d restored step %d", self._peers.rank, self._step)
 
-    def _load(self, held: int) -> None:
-        state, tensors = self._client.restore(self._incarnation)
-        if state.step != held:
-            raise CheckmateError(f"the shadow sent the state of step {state.step} instead")
+    def _load(self, held: Position) -> None:
+        packed, boundary = self._fleet.restore(self._incarnation, held)
         params, buffers = named_state(self._ddp.module)
         params += self._masters.named
-        unpack_state(params, buffers, self._optimizer, state.optimizer, state.manifest, tensors)
-        self._state.restore(state.boundary)
-        self._newest_state = state.boundary
-        self._ready_order = state.boundary.get("ready_order")
-        self._superseded = state.boundary.get("superseded", 0)
+        unpack_state(params, buffers, self._optimizer, *packed)
+        self._state.restore(boundary)
+        self._newest_state = boundary
+        self._ready_order = boundary.get("ready_order")
+        self._superseded = boundary.get("superseded", 0)
 
     # Every iteration
 
@@ -334,7 +368,7 @@ class Checkpoint:
         layout = self._hook.layout
         if layout is not self._layout and layout is not None:
             self._layout = layout
-            self._link.send(layout)
+            self._links.send(layout)
         scaler = self._scaler()
         is_used = not skipped or scaler is not None  # of others the ranks may see different halves
         record = StepRecord(
@@ -347,7 +381,7 @@ class Checkpoint:
             self._hook.changes() if is_used else [],
             scaler,
         )
-        self._link.send(record)
+        self._links.send(record)
 
     def _scaler(self) -> dict[str, Any] | None:
         values = {name: getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")}
@@ -366,10 +400,10 @@ class Checkpoint:
 
     def _settle(self) -> None:
         self._watch.seal()
-        if self._link.connected:
+        if self._links.connected:
             self._state.after_step()
             if self._peers.rank == 0 and self._followed:
-                self._digests.send(self._step, self._link.send)
+                self._digests.send(self._step, self._links.send)
 
     def _scaled_step(self, step: Callable[[], Any]) -> Any:
         """Around a GradScaler's decision whether the optimizer steps."""
@@ -387,7 +421,7 @@ class Checkpoint:
         self._step += 1
         self._superseded += 1
         state = {**self._newest_state, "superseded": self._superseded}
-        self._link.send(Boundary(self._step, state))
+        self._links.send(Boundary(self._step, state))
 
     def _send_boundary(self, at_forward: bool) -> None:
         state = self._state.take(at_forward)
@@ -397,9 +431,9 @@ class Checkpoint:
         metrics.note("step", **self._where(), tagged_bytes=tagged)
         state |= {"ready_order": self._hook.ready_order.indices, "superseded": self._superseded}
         self._newest_state = state
-        self._link.send(Boundary(self._step, state, self._outside_change()))
-        if self._peers.rank == 0 and self._incarnation:
-            self._seeder.take_if_wanted(self._step, self._incarnation)
+        self._links.send(Boundary(self._step, state, self._outside_change()))
+        if self._peers.rank == 0 and self._incarnation and self._links.complete:
+            self._seeder.take_if_wanted(self._step, self._incarnation, self._history or self._incarnation)
 
     def _outside_change(self) -> str | None:
         """What was changed since the step; a seed tells the shadow, at once if that is not what every step needs."""
@@ -449,13 +483,13 @@ class Checkpoint:
 
     def _await_commit(self) -> None:
         def is_settled() -> bool:
-            return not self._link.connected or self._link.committed == self._step
+            return not self._links.complete or self._links.committed == self._step
 
-        if self._training and self._followed and not self._link.wait(is_settled, CLOSE_S):
+        if self._training and self._followed and not self._links.wait(is_settled, CLOSE_S):
             log.warning(
                 "rank %d: the shadow committed step %s, the last step is %d",
                 self._peers.rank,
-                self._link.committed,
+                self._links.committed,
                 self._step,
             )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from checkmate.checked import Endpoint
 from checkmate.config import CheckmateError
 from checkmate.protocol import (
     Ack,
@@ -73,19 +74,26 @@ class DeadlineSocket(socket.socket):
 
 @dataclass(frozen=True)
 class Client:
-    """One rank's way to talk to its job's shadow."""
+    """One rank's way to talk to one of its job's shadows."""
 
     settings: Settings
+    endpoint: Endpoint
     rank: int
     world: int
 
+    @property
+    def address(self) -> str:
+        """For messages: ``host:port``."""
+        return str(self.endpoint)
+
     def connect(self, purpose: str, incarnation: int, call_s: float | None = None) -> DeadlineSocket:
         """A connection past the handshake; raises OSError or ProtocolError."""
-        sock = _open(self.settings, CALL_S if call_s is None else call_s)
+        sock = _open(self.endpoint, CALL_S if call_s is None else call_s)
         try:
             challenge = _expect(Challenge, receive(sock))
             proof = prove(self.settings.token, challenge.nonce, purpose)
-            hello = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation)
+            shadows = max(1, len(self.settings.job_shadows))
+            hello = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation, shadows=shadows)
             sock.sendall(hello.encode())
         except BaseException:
             sock.close()
@@ -95,6 +103,10 @@ class Client:
     def records(self, incarnation: int) -> socket.socket:
         """A records connection past the handshake, without any deadline; raises OSError or ProtocolError."""
         return socket.socket(fileno=self.connect("records", incarnation).detach())
+
+    def commits(self, incarnation: int) -> socket.socket:
+        """The coordinator's connection past the handshake, without any deadline; raises OSError or ProtocolError."""
+        return socket.socket(fileno=self.connect("commit", incarnation, IDLE_S).detach())
 
     def begin(self, proposed: int, call_s: float) -> Begun:
         """Open a new incarnation of at least ``proposed``."""
@@ -114,10 +126,10 @@ class Client:
             sock.allow(CALL_S)
             return _expect(Ack, receive(sock)).committed
 
-    def restore(self, incarnation: int) -> tuple[State, list[Tensor]]:
-        """The state of the committed step of this incarnation."""
+    def restore(self, incarnation: int, step: int | None = None, history: int = 0) -> tuple[State, list[Tensor]]:
+        """The state of this step, from which the incarnation goes on; None: of the committed step, whatever it is."""
         with self._conversation("restore", incarnation, "restore") as sock:
-            sock.sendall(Restore().encode())
+            sock.sendall(Restore(step, history).encode())
             state = _expect(State, receive(sock))
             sock.allow(CALL_S + manifest_bytes(state.manifest) / SLOWEST_BYTES_PER_S)
             return state, receive_tensors(sock, state.manifest)
@@ -131,13 +143,11 @@ class Client:
             with self.connect(purpose, incarnation, call_s) as sock:
                 yield sock
         except (OSError, CheckmateError) as error:
-            raise ShadowError(
-                f"rank {self.rank} could not {what} at shadow {self.settings.address}: {error}"
-            ) from error
+            raise ShadowError(f"rank {self.rank} could not {what} at shadow {self.address}: {error}") from error
 
 
-def _open(settings: Settings, call_s: float) -> DeadlineSocket:
-    family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+def _open(endpoint: Endpoint, call_s: float) -> DeadlineSocket:
+    family, kind, protocol, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
     sock = DeadlineSocket(family, kind, protocol)
     try:
         sock.allow(call_s)

@@ -40,13 +40,17 @@ class Connector(Protocol):
 
 
 class RecordsLink:
-    """Records of one rank to the shadow; ``committed`` is the newest step that it acknowledged."""
+    """Records of one rank to one shadow; ``committed`` is the newest step that it acknowledged.
+
+    ``changed``: notified of every change; links may share one.
+    """
 
     def __init__(
         self,
         connector: Connector,
         greeting: Callable[[], Sequence[Message]],
         on_seed_request: Callable[[str], None],
+        changed: threading.Condition | None = None,
     ) -> None:
         self.committed: int | None = None
         self.dropped = 0
@@ -55,7 +59,7 @@ class RecordsLink:
         self._greeting = greeting
         self._on_seed_request = on_seed_request
         self._incarnation = 0
-        self._lock = threading.Condition()
+        self._lock = changed or threading.Condition()
         self._sock: socket.socket | None = None
         self._backlog = bytearray()
         self._stop = threading.Event()

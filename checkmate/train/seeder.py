@@ -1,4 +1,5 @@
-"""Seeds: the full state of rank 0 after a step, copied between two steps and sent in the background."""
+"""Seeds: the full state of rank 0 after a step, copied between two steps and sent in the background, to each shadow its
+part."""
 
 import contextlib
 import logging
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from checkmate.protocol import Seed
 from checkmate.tensors import named_state, pack_state
-from checkmate.train.client import Client, ShadowError
+from checkmate.train.client import ShadowError
+from checkmate.train.fleet import Fleet
 from checkmate.train.masters import Masters
 
 log = logging.getLogger("checkmate")
@@ -32,9 +34,9 @@ class _Job:
 class Seeder:
     """Sends seeds, one at a time; ``floor``: the shadow holds this step of an earlier run, never replace it by less."""
 
-    def __init__(self, client: Client, module: nn.Module, optimizer: torch.optim.Optimizer, masters: Masters) -> None:
+    def __init__(self, fleet: Fleet, module: nn.Module, optimizer: torch.optim.Optimizer, masters: Masters) -> None:
         self.floor: int | None = None
-        self._client = client
+        self._fleet = fleet
         self._module = module
         self._optimizer = optimizer
         self._masters = masters
@@ -44,7 +46,7 @@ class Seeder:
         self._not_before = 0.0
         self._pause = RETRY_S[0]
         self._job: _Job | None = None
-        self._sock: socket.socket | None = None
+        self._socks: list[socket.socket] = []
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -58,7 +60,7 @@ class Seeder:
                 return
             self._wanted = reason
 
-    def take_if_wanted(self, step: int, incarnation: int) -> None:
+    def take_if_wanted(self, step: int, incarnation: int, history: int) -> None:
         """At a step boundary, by the training thread: copy the state if a seed is wanted and none is on its way."""
         if self._wanted is None or self._job is not None or time.monotonic() < self._not_before:
             return
@@ -71,16 +73,16 @@ class Seeder:
             )
             self._wanted = None
             return
-        self.take(step, incarnation)
+        self.take(step, incarnation, history)
 
-    def take(self, step: int, incarnation: int) -> None:
-        """Copy the state after ``step`` and hand it to the sending thread."""
+    def take(self, step: int, incarnation: int, history: int) -> None:
+        """Copy the state after ``step`` and hand it to the sending thread: all shadows get it of the same step."""
         params, buffers = named_state(self._module)
         description, manifest, tensors = pack_state(params + self._masters.named, buffers, self._optimizer)
         self._copies = _copy(tensors, self._copies)
         with self._changed:
             reason, self._wanted = self._wanted or "the initial state", None
-            self._job = _Job(incarnation, Seed(step, description, manifest), reason)
+            self._job = _Job(incarnation, Seed(step, description, manifest, history), reason)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkmate-seeds", daemon=True)
@@ -96,8 +98,8 @@ class Seeder:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            if self._sock is not None:
-                _abort(self._sock)
+            for sock in self._socks:
+                _abort(sock)
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -111,7 +113,7 @@ class Seeder:
             error = self._send(job)
             with self._changed:
                 self._job = None
-                self._sock = None
+                self._socks.clear()
                 if error is None:
                     log.info("sent a seed of step %d: %s", job.seed.step, job.reason)
                     self._pause = RETRY_S[0]
@@ -124,14 +126,14 @@ class Seeder:
 
     def _send(self, job: _Job) -> ShadowError | None:
         try:
-            self._client.send_seed(job.incarnation, job.seed, self._copies, self._opened)
+            self._fleet.send_seed(job.incarnation, job.seed, self._copies, self._opened)
         except ShadowError as error:
             return error
         return None
 
     def _opened(self, sock: socket.socket) -> None:
         with self._changed:
-            self._sock = sock
+            self._socks.append(sock)
             if self._stopping:
                 _abort(sock)
 

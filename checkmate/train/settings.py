@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkmate.checked import Endpoint
 from checkmate.config import CheckmateError
 from checkmate.topology import read_token
 
 SHADOWS = "CHECKMATE_SHADOWS"
+JOB_SHADOWS = "CHECKMATE_JOB_SHADOWS"
 TOKEN_FILE = "CHECKMATE_TOKEN_FILE"
 JOB = "CHECKMATE_JOB"
 VERIFY = "CHECKMATE_VERIFY"
@@ -17,25 +19,32 @@ VERIFY_SHARE = 0.0005
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the job's shadow listens, how to prove membership of the job, and how much time digests may take."""
+    """Where the shadows of this rank's group listen, how to prove membership of the job, and how much time digests may
+    take.
 
-    host: str
-    port: int
+    ``shadows``: each holds a shard of the group's parameters, in this order. ``job_shadows``: of all groups of the job.
+    """
+
+    shadows: tuple[Endpoint, ...]
     token: bytes
     job: str
     verify: float = VERIFY_SHARE
+    job_shadows: tuple[Endpoint, ...] = ()
 
     @classmethod
     def from_environment(cls) -> "Settings":
         """Read the CHECKMATE_* variables; raises CheckmateError naming the one to fix."""
-        host, port = _address(_required(SHADOWS, "the shadow's control address, ip:port"))
-        token = read_token(Path(_required(TOKEN_FILE, "the file that holds the job's token")))
-        return cls(host, port, token, _required(JOB, "the job's name"), _share(os.environ.get(VERIFY, "").strip()))
-
-    @property
-    def address(self) -> str:
-        """For messages: ``host:port``."""
-        return f"{self.host}:{self.port}"
+        shadows = _addresses(
+            SHADOWS, _required(SHADOWS, "the control addresses of the group's shadows, ip:port,ip:port")
+        )
+        everybody = os.environ.get(JOB_SHADOWS, "").strip()
+        return cls(
+            shadows,
+            read_token(Path(_required(TOKEN_FILE, "the file that holds the job's token"))),
+            _required(JOB, "the job's name"),
+            _share(os.environ.get(VERIFY, "").strip()),
+            _addresses(JOB_SHADOWS, everybody) if everybody else shadows,
+        )
 
 
 def _required(name: str, meaning: str) -> str:
@@ -58,10 +67,15 @@ def _share(value: str) -> float:
     return share
 
 
-def _address(value: str) -> tuple[str, int]:
-    if "," in value:
-        raise CheckmateError(f"{SHADOWS}={value} names several shadows: one is supported for now")
+def _addresses(variable: str, value: str) -> tuple[Endpoint, ...]:
+    addresses = tuple(_address(variable, part.strip()) for part in value.split(","))
+    if len(set(addresses)) < len(addresses):
+        raise CheckmateError(f"{variable}={value} names a shadow twice: name each once")
+    return addresses
+
+
+def _address(variable: str, value: str) -> Endpoint:
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise CheckmateError(f"{SHADOWS}={value} is not ip:port, for example 10.0.0.9:7701")
-    return host.strip("[]"), int(port)
+        raise CheckmateError(f"{variable}={value} is not ip:port, for example 10.0.0.9:7701")
+    return Endpoint(host.strip("[]"), int(port))

@@ -54,6 +54,7 @@ class Replica:
         self._scratch_used = 0
         states = self._sort(seed, tensors)
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
+        self._orders = [group.get("order") for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
         self._load(states)
 
@@ -115,6 +116,9 @@ class Replica:
         for group, capturable in zip(description["groups"], self._capturable, strict=True):
             if "capturable" in group:
                 group["capturable"] = capturable
+        for group, order in zip(description["groups"], self._orders, strict=True):
+            if order is not None:
+                group["order"] = order
         return description, manifest, tensors
 
     def tensor(self, name: str, kind: str) -> Tensor | None:
@@ -139,6 +143,14 @@ class Replica:
         masters = {name: master.detach() for name, master in self._masters.items()}
         state = {"model": model, "optimizer": optimizer, "step": self.step}
         return state | ({"masters": masters} if masters else {})
+
+    @property
+    def shard(self) -> dict[str, Any] | None:
+        """Of a shadow that holds a part: names of its parameters in each group, and of all; None: it holds all."""
+        if self._orders[0] is None:
+            return None
+        groups = self.pack()[0]["groups"]
+        return {"params": [group["params"] for group in groups], "order": self._orders}
 
     def differences(self, seed: Seed, tensors: Sequence[Tensor]) -> list[str]:
         """Parameters and optimizer state that differ in any bit from a seed of the same step.

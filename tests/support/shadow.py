@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from checkmate.checked import Endpoint
 from checkmate.protocol import Ack, Boundary, Message, SeedRequest, receive
 from checkmate.shadow.daemon import Shadow
 from checkmate.shadow.rx.receiver import Damage, Event, OpComplete
@@ -144,7 +145,8 @@ class Job:
 
     def client(self, rank: int = 0, token: bytes = TOKEN, job: str = JOB, world: int | None = None) -> Client:
         """The trainer's own client."""
-        return Client(Settings(*self.shadow.control, token, job), rank, world or self.world)
+        endpoint = Endpoint(*self.shadow.control)
+        return Client(Settings((endpoint,), token, job), endpoint, rank, world or self.world)
 
     def begin(self) -> int | None:
         """Open an incarnation and connect all ranks; returns the committed step."""

@@ -19,6 +19,7 @@ VOCABULARY = {
     "crc32c",
     "limits",
     "metrics",
+    "parts",
     "plain",
     "plan",
     "protocol",
@@ -64,7 +65,7 @@ WITHIN_SHADOW: dict[str, set[str]] = {"rx": {"reassembly"}, "reassembly": set(),
 TORCHLESS = [
     "checkmate",
     "checkmate.cli",
-    *(f"checkmate.{name}" for name in sorted(VOCABULARY - {"blocks", "compare", "plain", "tensors"})),
+    *(f"checkmate.{name}" for name in sorted(VOCABULARY - {"blocks", "compare", "parts", "plain", "tensors"})),
 ]
 
 Import = tuple[str, int, str]

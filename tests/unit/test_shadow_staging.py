@@ -52,7 +52,8 @@ class Rig:
         steps = []
         while (ready := self.staging.ready()) is not None:
             steps.append(ready.record.step)
-            self.staging.applied(ready.record.step)
+            self.staging.taken(ready.record.step)
+            self.released += [gradient.handle for gradient in ready.gradients.values()]
         return steps
 
 
@@ -468,7 +469,9 @@ class Histories(RuleBasedStateMachine):
         self.staging.commit_seed()
         while (ready := self.staging.ready()) is not None:
             self._examine(ready)
-            self.staging.applied(ready.record.step)
+            self.staging.taken(ready.record.step)
+            for gradient in ready.gradients.values():
+                self._release(gradient)
             self.state = ready.record.step
 
     def _examine(self, ready: Ready) -> None:

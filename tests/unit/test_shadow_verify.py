@@ -160,9 +160,9 @@ def test_nobody_reads_the_wrong_state_even_at_that_moment(job: Job, monkeypatch:
 
     lose = Engine._lose
 
-    def lose_late(self: Engine, reason: str) -> None:
+    def lose_late(self: Engine, *args: Any) -> None:
         reader.join(10)
-        lose(self, reason)
+        lose(self, *args)
 
     monkeypatch.setattr(Engine, "_lose", lose_late)
     monkeypatch.setattr(Verifier, "compare", compare)

@@ -293,8 +293,10 @@ def test_the_environment_is_checked(shadow: FakeShadow, monkeypatch: pytest.Monk
         refuse("CHECKMATE_SHADOWS is not set: it must be", ddp, optimizer)
         patch.setenv("CHECKMATE_SHADOWS", "1.2.3.4")
         refuse("CHECKMATE_SHADOWS=1.2.3.4 is not ip:port", ddp, optimizer)
-        patch.setenv("CHECKMATE_SHADOWS", "1.2.3.4:5,1.2.3.4:6")
-        refuse("names several shadows", ddp, optimizer)
+        patch.setenv("CHECKMATE_SHADOWS", "1.2.3.4:5,1.2.3.4:5")
+        refuse("names a shadow twice", ddp, optimizer)
+        patch.setenv("CHECKMATE_SHADOWS", ",".join(f"1.2.3.4:{port}" for port in range(1, 9)))
+        refuse("8 shadows for 6 parameter", ddp, optimizer)
     monkeypatch.setenv("CHECKMATE_TOKEN_FILE", "/nonexistent")
     refuse("token_file /nonexistent", ddp, optimizer)
 

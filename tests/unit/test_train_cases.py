@@ -365,7 +365,7 @@ def test_t4_a_seed_is_the_value_when_it_was_taken(script: Callable[..., Script])
     item = script()
     item.step()
     before = [param.detach().clone() for param in item.ddp.module.parameters()]
-    item.checkpoint._seeder.take(1, item.shadow.incarnation)
+    item.checkpoint._seeder.take(1, item.shadow.incarnation, 1)
     with torch.no_grad():
         for param in item.ddp.parameters():
             param.zero_()

@@ -114,18 +114,21 @@ class DirectShadow(FakePlugin):
         buckets = {bucket: memoryview(gradient.handle) for bucket, gradient in ready.gradients.items()}
         working.apply(ready.record, ready.layout, buckets)
         self.replica, self.boundaries = working, ready.boundaries
-        self.staging.applied(ready.record.step)
+        self.staging.taken(ready.record.step)
 
 
 class DirectClient:
     """In place of ``checkmate.train.client.Client``."""
+
+    address = "direct"
 
     def __init__(self, shadow: DirectShadow) -> None:
         self.shadow = shadow
 
     def begin(self, proposed: int, call_s: float) -> Begun:
         self.shadow.restart()
-        return Begun(self.shadow.incarnation, self.shadow.committed)
+        committed = self.shadow.committed
+        return Begun(self.shadow.incarnation, committed, [] if committed is None else [[0, committed, committed]])
 
     def send_seed(
         self, incarnation: int, seed: Seed, tensors: Sequence[Tensor], on_open: Callable[[Any], None]
@@ -133,7 +136,7 @@ class DirectClient:
         self.shadow.adopt(seed, tensors)
         return self.shadow.committed
 
-    def restore(self, incarnation: int) -> tuple[State, list[Tensor]]:
+    def restore(self, incarnation: int, step: int | None = None, history: int = 0) -> tuple[State, list[Tensor]]:
         assert self.shadow.replica is not None
         description, manifest, tensors = self.shadow.replica.pack()
         state = State(self.shadow.committed, description, _listed(manifest), self.shadow.boundaries.get(0, {}))
@@ -146,7 +149,7 @@ class DirectLink:
     dropped = 0
     refused = None
 
-    def __init__(self, client: DirectClient, greeting: Any, on_seed_request: Callable[[str], None]) -> None:
+    def __init__(self, client: DirectClient, greeting: Any, on_seed_request: Callable[[str], None], _: Any) -> None:
         self._shadow = client.shadow
         self.ask = on_seed_request
         self.connected = False

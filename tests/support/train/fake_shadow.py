@@ -132,7 +132,8 @@ class FakeShadow:
         message = receive(sock)
         assert isinstance(message, Begin) and hello.rank == 0
         self.incarnation = max(self.incarnation + 1, message.proposed)
-        sock.sendall(Begun(self.incarnation, self.committed).encode())
+        held = self.committed
+        sock.sendall(Begun(self.incarnation, held, [] if held is None else [[0, held, held]]).encode())
 
     def _records(self, sock: socket.socket, hello: Hello) -> None:
         self._note(hello.rank, hello)

@@ -1,0 +1,207 @@
+"""Lets the shadows of a job commit a step once all of them have what it takes.
+
+One for a job, in a thread of its rank 0. It knows nothing that the shadows don't tell it anew when it connects: it may
+die with its process at any moment, and the next one goes on. What it releases was promised by all shadows; it forgets
+what a shadow promised when the connection ends, so that a shadow that is gone holds up all.
+"""
+
+import contextlib
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from checkmate.config import CheckmateError
+from checkmate.protocol import Message, ProtocolError, Ready, Refused, Release, decode
+from checkmate.train.agreement import newest_position
+
+log = logging.getLogger("checkmate")
+
+MESSAGE_BYTES = 1 << 16
+"""Largest message that a shadow sends on this connection."""
+BACK_OFF_S = (0.1, 2.0)
+"""First and longest pause between two attempts to connect."""
+LAG = 2
+"""Steps that a shadow is behind when it is said to be waited for."""
+
+
+class Connector(Protocol):
+    """What the coordinator needs of ``checkmate.train.client.Client``."""
+
+    @property
+    def address(self) -> str:
+        """For messages."""
+
+    def commits(self, incarnation: int) -> socket.socket:
+        """A connection past the handshake; raises OSError or CheckmateError."""
+
+
+@dataclass
+class Heard:
+    """What a shadow said last: ``spans`` None, nothing since it was connected. ``told``: the newest answer."""
+
+    spans: list[list[int]] | None = None
+    number: int = 0
+    told: Release | None = None
+
+
+def decide(heard: dict[str, Heard]) -> dict[str, Release]:
+    """The answers that are due, by address: pure."""
+    known = [one.spans for one in heard.values() if one.spans]
+    position = (
+        newest_position([[(0, *span) for span in spans] for spans in known]) if len(known) == len(heard) else None
+    )
+    newest = max((spans[-1][1] for spans in known), default=0)
+    waits_for = [address for address, one in heard.items() if not one.spans or one.spans[-1][1] <= newest - LAG]
+    due = {}
+    for address, one in heard.items():
+        answer = Release(position[1] if position else None, one.number, waits_for)
+        if one.spans is not None and answer != one.told:
+            due[address] = answer
+    return due
+
+
+@dataclass
+class _Shadow:
+    connector: Connector
+    heard: Heard = field(default_factory=Heard)
+    sock: socket.socket | None = None
+    inbox: bytearray = field(default_factory=bytearray)
+    pause: float = BACK_OFF_S[0]
+    not_before: float = 0.0
+
+
+class Coordinator:
+    """Runs from the start until ``close``."""
+
+    def __init__(self, connectors: Sequence[Connector], incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._shadows = {connector.address: _Shadow(connector) for connector in connectors}
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkmate-commits", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """End the connections and the thread."""
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"\0")
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                for shadow in self._shadows.values():
+                    if shadow.sock is None and time.monotonic() >= shadow.not_before and not self._stop.is_set():
+                        self._connect(shadow)
+                self._answer()
+                for key, _ in self._selector.select(self._until_next_attempt()):
+                    if isinstance(key.data, _Shadow):
+                        self._read(key.data)
+        except Exception:
+            log.exception("no step is committed any more because of an error of Checkmate's own")
+        finally:
+            for shadow in self._shadows.values():
+                self._drop(shadow)
+            self._selector.close()
+            self._wake_in.close()
+            self._wake_out.close()
+
+    def _until_next_attempt(self) -> float | None:
+        due = [shadow.not_before for shadow in self._shadows.values() if shadow.sock is None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _connect(self, shadow: _Shadow) -> None:
+        """May take as long as the client lets it: without this shadow nothing can be committed anyway."""
+        try:
+            sock = shadow.connector.commits(self._incarnation)
+        except (OSError, CheckmateError) as error:
+            log.debug("commit connection to %s: %s", shadow.connector.address, error)
+            self._postpone(shadow)
+            return
+        sock.setblocking(False)
+        shadow.sock = sock
+        self._selector.register(sock, selectors.EVENT_READ, shadow)
+
+    def _postpone(self, shadow: _Shadow) -> None:
+        shadow.not_before = time.monotonic() + shadow.pause
+        shadow.pause = min(2 * shadow.pause, BACK_OFF_S[1])
+
+    def _drop(self, shadow: _Shadow) -> None:
+        if shadow.sock is not None:
+            self._selector.unregister(shadow.sock)
+            shadow.sock.close()
+            shadow.sock = None
+            shadow.inbox.clear()
+            shadow.heard = Heard()
+            self._postpone(shadow)
+
+    def _read(self, shadow: _Shadow) -> None:
+        assert shadow.sock is not None
+        try:
+            data = shadow.sock.recv(1 << 16)
+            if not data:
+                raise ConnectionError("the shadow closed the connection")
+            shadow.inbox += data
+            while (message := _take(shadow.inbox)) is not None:
+                self._hear(shadow, message)
+        except BlockingIOError:
+            return
+        except (OSError, CheckmateError) as error:
+            log.debug("commit connection to %s: %s", shadow.connector.address, error)
+            self._drop(shadow)
+
+    def _hear(self, shadow: _Shadow, message: Message) -> None:
+        if isinstance(message, Refused):
+            raise ProtocolError(f"refused: {message.reason}")
+        if not isinstance(message, Ready):
+            raise ProtocolError(f"unexpected {message.TYPE!r} on a commit connection")
+        if not _makes_sense(message):
+            raise ProtocolError(f"malformed ready message: {message!r:.200}")
+        shadow.pause = BACK_OFF_S[0]
+        if message.number >= shadow.heard.number:  # two threads of the shadow may have sent them
+            shadow.heard.number, shadow.heard.spans = message.number, message.spans
+
+    def _answer(self) -> None:
+        for address, answer in decide({address: shadow.heard for address, shadow in self._shadows.items()}).items():
+            shadow = self._shadows[address]
+            if shadow.sock is None:
+                continue
+            data = answer.encode()
+            try:
+                if shadow.sock.send(data) < len(data):
+                    raise BlockingIOError("the shadow doesn't read")
+            except OSError as error:
+                log.debug("commit connection to %s: %s", address, error)
+                self._drop(shadow)
+            else:
+                shadow.heard.told = answer
+
+
+def _makes_sense(message: Ready) -> bool:
+    spans = message.spans if isinstance(message.spans, list) else [None]
+    return type(message.number) is int and all(
+        isinstance(span, list) and [type(step) for step in span] == [int, int] for span in spans
+    )
+
+
+def _take(inbox: bytearray) -> Message | None:
+    """The next whole message, taken out."""
+    if len(inbox) < 4:
+        return None
+    (length,) = struct.unpack_from(">I", inbox)
+    if length > MESSAGE_BYTES:
+        raise ProtocolError(f"message of {length} bytes on a commit connection")
+    if len(inbox) < 4 + length:
+        return None
+    message = decode(bytes(inbox[4 : 4 + length]))
+    del inbox[: 4 + length]
+    return message

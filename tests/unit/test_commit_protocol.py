@@ -1,0 +1,353 @@
+"""The commit of several shadows: cases, and random histories of deliveries, losses and deaths.
+
+The machine below runs the real rules of both ends (``Course``, ``decide``, ``newest_position``) over its own network.
+Every value that a trainer reaches is unique, so that a restore of steps that don't belong together would show.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from checkmate.protocol import Begun, Layout, Ready, Release, StepRecord
+from checkmate.shadow.course import Course, Line
+from checkmate.shadow.staging import Ready as Complete
+from checkmate.train.agreement import newest_position
+from checkmate.train.coordinator import Heard, decide
+from checkmate.train.fleet import Unrestorable, agree
+
+
+@dataclass
+class State:
+    """A shadow's state: the trainer's value at this step."""
+
+    step: int
+    value: int
+
+
+def complete(step: int, before: int, value: int) -> Complete:
+    """A step that leads from one value to the next."""
+    return Complete(StepRecord(step, "", [{"before": before, "value": value}]), Layout("", []), {}, {})
+
+
+class Shadow:
+    """What an engine does with its course."""
+
+    def __init__(self) -> None:
+        self.course: Course[State] = Course(lambda step: None)
+        self.incarnation = 0
+        self.blocked = False
+        self.sent: Ready | None = None
+
+    def begin(self, incarnation: int) -> list[list[int]]:
+        self.course.begin(True, None)
+        self.incarnation, self.blocked, self.sent = incarnation, False, None
+        return self.course.spans()
+
+    def take(self, step: int, before: int, value: int) -> None:
+        """All of a step arrived."""
+        last = self.course.last
+        if last is not None and not self.blocked and last.reach == step - 1:
+            last.steps.append(complete(step, before, value))
+
+    def seed(self, step: int, value: int, history: int, whole: bool) -> None:
+        last = self.course.last
+        is_newer = last is None or step > last.reach
+        if is_newer and self.course.add(Line(State(step, value), history, {}, whole)):
+            self.blocked = False
+
+    def settle(self, history: int, step: int) -> bool:
+        if self.course.main is None and (line := self.course.settle(history, step)) is not None:
+            self._make(line, step)
+        main = self.course.main
+        return main is not None and (main.history, main.state.step) == (history, step)
+
+    def release(self, message: Release) -> None:
+        self.course.release(message.step, message.number)
+        if (goal := self.course.goal()) is not None:
+            line, step = goal
+            if line is not self.course.main:
+                self.course.move(line)
+            self._make(line, step)
+
+    def report(self) -> Ready | None:
+        if (spans := self.course.report()) is None:
+            return None
+        self.sent = Ready(self.course.number, spans)
+        return self.sent
+
+    def value_at(self, position: tuple[int, int]) -> int:
+        """What it would restore there."""
+        history, step = position
+        for line in reversed([*self.course.held, *self.course.lines]):
+            if line.history == history and line.leads_to(step):
+                made = list(line.steps)[: step - line.state.step]
+                return int(made[-1].record.groups[0]["value"]) if made else line.state.value
+        raise AssertionError(f"nothing at {position}")
+
+    def _make(self, line: Line[State], step: int) -> None:
+        while line.state.step < step:
+            group = line.steps.popleft().record.groups[0]
+            assert line.state.value == group["before"], "a step on another state than the trainer's"
+            line.state.step, line.state.value = line.state.step + 1, group["value"]
+            line.whole = True
+
+
+@dataclass
+class Commits:
+    """A coordinator and its connections."""
+
+    incarnation: int
+    heard: dict[str, Heard] = field(default_factory=dict)
+    up: dict[int, deque[Ready]] = field(default_factory=dict)
+    down: dict[int, deque[Release]] = field(default_factory=dict)
+
+    def cut(self, number: int) -> None:
+        self.heard[str(number)] = Heard()
+        self.up[number], self.down[number] = deque(), deque()
+
+    def answer(self) -> None:
+        for address, answer in decide(self.heard).items():
+            self.heard[address].told = answer
+            self.down[int(address)].append(answer)
+
+
+which = st.integers(0, 2)
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(count=st.integers(2, 3))
+    def start(self, count: int) -> None:
+        self.shadows = [Shadow() for _ in range(count)]
+        self.values = itertools.count(1)
+        self.incarnation = 0
+        self.coordinators: list[Commits] = []
+        self.seeds: list[tuple[int, int, int, int, int]] = []
+        self.newest: tuple[int, int] | None = None
+        self.pick: tuple[int, int] | None = None
+        self.phase = "begin"
+        self._start_job(zombie=False)
+        self.all_goes_well()
+
+    @rule()
+    def all_goes_well(self) -> None:
+        """Everything that is under way arrives."""
+        for number in [*range(len(self.shadows))] * (self.phase == "begin"):
+            self.a_shadow_begins(number)
+        for number in [*range(len(self.shadows))] * (self.phase == "restore"):
+            self.a_shadow_restores(number)
+        while self.seeds:
+            self.a_seed_arrives_or_not(0, True, True)
+        self.reports_and_releases_arrive()
+
+    @rule()
+    def reports_and_releases_arrive(self) -> None:
+        for number in [*range(len(self.shadows))] * 3:
+            self.a_shadow_reports(number)
+            self.the_coordinator_hears(number, True)
+            self.a_shadow_hears(number, True)
+
+    def _start_job(self, zombie: bool) -> None:
+        """A new rank 0; the old one's coordinator may live on for a while."""
+        self.coordinators = self.coordinators[-1:] if zombie else []
+        self.incarnation += 1
+        self.begun: dict[int, list[list[int]]] = {}
+        self.restored: set[int] = set()
+        self.phase = "begin"
+
+    @rule(zombie=st.booleans())
+    def rank_0_dies(self, zombie: bool) -> None:
+        self._start_job(zombie)
+
+    @precondition(lambda self: self.phase == "begin")
+    @rule(number=which)
+    def a_shadow_begins(self, number: int) -> None:
+        number %= len(self.shadows)
+        if number in self.begun:
+            return
+        self.begun[number] = self.shadows[number].begin(self.incarnation)
+        if len(self.begun) == len(self.shadows):
+            said = {str(n): Begun(self.incarnation, None, spans) for n, spans in self.begun.items()}
+            try:
+                self.pick = agree(said, {})
+            except Unrestorable:
+                assert self.newest is None, "our own protocol made the job unrestorable"
+                self.shadows = [Shadow() for _ in self.shadows]  # as the message says
+                self._start_job(zombie=False)
+                return
+            self.phase = "restore" if self.pick else "train"
+            if self.pick is None:
+                self._train(self.incarnation, 0, 0)
+
+    @precondition(lambda self: self.phase == "restore")
+    @rule(number=which)
+    def a_shadow_restores(self, number: int) -> None:
+        assert self.pick is not None
+        number %= len(self.shadows)
+        assert self.shadows[number].settle(*self.pick)
+        self.restored.add(number)
+        if len(self.restored) == len(self.shadows):
+            values = {shadow.course.main.state.value for shadow in self.shadows if shadow.course.main}
+            assert len(values) == 1, "mixed states were restored"
+            self._train(self.pick[0], self.pick[1], values.pop())
+
+    @precondition(lambda self: self.phase == "restore")
+    @rule()
+    def the_script_starts_anew(self) -> None:
+        if not self.restored:
+            self._train(self.incarnation, 0, next(self.values))
+
+    def _train(self, history: int, step: int, value: int) -> None:
+        self.history, self.step, self.value, self.phase = history, step, value, "train"
+        self.coordinators.append(Commits(self.incarnation))
+        for number in range(len(self.shadows)):
+            self.coordinators[-1].cut(number)
+        self.seeds = []
+        if step == 0:
+            self.a_seed_is_taken()
+
+    @precondition(lambda self: self.phase == "train")
+    @rule(lost=st.lists(which, max_size=1))
+    def the_trainer_steps(self, lost: list[int]) -> None:
+        before, self.value = self.value, next(self.values)
+        self.step += 1
+        for number, shadow in enumerate(self.shadows):
+            if shadow.incarnation != self.incarnation:
+                shadow.begin(self.incarnation)  # it was killed, and meets its trainers now
+                shadow.course.hold()
+            if number in lost:
+                shadow.blocked = True
+            else:
+                shadow.take(self.step, before, self.value)
+
+    @precondition(lambda self: self.phase == "train")
+    @rule()
+    def a_seed_is_taken(self) -> None:
+        for number in range(len(self.shadows)):
+            self.seeds.append((number, self.step, self.value, self.history, self.incarnation))
+
+    @precondition(lambda self: self.seeds)
+    @rule(index=st.integers(0, 5), arrives=st.booleans(), whole=st.booleans())
+    def a_seed_arrives_or_not(self, index: int, arrives: bool, whole: bool) -> None:
+        number, step, value, history, incarnation = self.seeds.pop(index % len(self.seeds))
+        shadow = self.shadows[number]
+        if arrives and shadow.incarnation == incarnation:
+            shadow.seed(step, value, history, whole or step == 0)
+
+    @rule(number=which)
+    def boundaries_arrive(self, number: int) -> None:
+        last = self.shadows[number % len(self.shadows)].course.last
+        if last is not None:
+            last.whole = True
+
+    @rule(number=which)
+    def a_shadow_reports(self, number: int) -> None:
+        number %= len(self.shadows)
+        shadow = self.shadows[number]
+        if (message := shadow.report()) is not None:
+            for commits in self._connected(shadow):
+                commits.up[number].append(message)
+
+    @rule(number=which, newest=st.booleans())
+    def the_coordinator_hears(self, number: int, newest: bool) -> None:
+        number %= len(self.shadows)
+        for commits in self.coordinators[-1 if newest else 0 :][:1]:
+            if commits.up[number]:
+                message = commits.up[number].popleft()
+                heard = commits.heard[str(number)]
+                heard.number, heard.spans = message.number, message.spans
+                commits.answer()
+
+    @rule(number=which, newest=st.booleans())
+    def a_shadow_hears(self, number: int, newest: bool) -> None:
+        number %= len(self.shadows)
+        for commits in self.coordinators[-1 if newest else 0 :][:1]:
+            if commits.down[number] and commits.incarnation == self.shadows[number].incarnation:
+                self.shadows[number].release(commits.down[number].popleft())
+
+    @rule(number=which)
+    def a_connection_breaks_and_comes_back(self, number: int) -> None:
+        number %= len(self.shadows)
+        shadow = self.shadows[number]
+        for commits in self.coordinators:
+            commits.cut(number)
+        for commits in self._connected(shadow):
+            if shadow.sent is not None:
+                commits.up[number].append(shadow.sent)
+
+    @precondition(lambda self: self.phase == "train")
+    @rule(number=which)
+    def a_shadow_dies(self, number: int) -> None:
+        number %= len(self.shadows)
+        self.shadows[number] = Shadow()
+        for commits in self.coordinators:
+            commits.cut(number)
+        self.newest = None  # its part is gone until it is seeded
+
+    def _connected(self, shadow: Shadow) -> list[Commits]:
+        return [commits for commits in self.coordinators if commits.incarnation == shadow.incarnation]
+
+    @invariant()
+    def what_could_be_restored_still_can(self) -> None:
+        """The newest step that all shadows can be at is never lost, never goes back, and is one of the trainer's."""
+        if not hasattr(self, "shadows"):
+            return
+        spans: list[Any] = [shadow.course.spans() for shadow in self.shadows]
+        position = newest_position(spans)
+        if self.newest is not None:
+            assert position is not None, spans
+        if position is None:
+            return
+        assert len({shadow.value_at(position) for shadow in self.shadows}) == 1, "mixed states could be restored"
+        for shadow in self.shadows:
+            main = shadow.course.main
+            if self.newest is not None and main is not None and main.history == position[0]:
+                assert main.state.step <= position[1], "a shadow is beyond what all can be at"
+        self.newest = position
+
+
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestHistories = Histories.TestCase
+
+
+def test_min_of_ends_would_not_do() -> None:
+    """One shadow lost step 6 and has a seed of 10; the other is at 8: only 5 can be restored from both."""
+    assert newest_position([[(1, 5, 5), (1, 10, 11)], [(1, 5, 8)]]) == (1, 5)
+    heard = {"a": Heard([[5, 5], [10, 11]], 3), "b": Heard([[5, 8]], 7)}
+    assert decide(heard)["b"] == Release(5, 7, ["b"])
+    heard["b"].spans = [[5, 8], [10, 10]]
+    assert decide(heard)["a"] == Release(10, 3, [])
+
+
+def test_histories_have_nothing_in_common() -> None:
+    assert newest_position([[(1, 5, 9)], [(3, 0, 9)]]) is None
+    assert newest_position([[(1, 5, 9), (3, 0, 2)], [(1, 6, 20), (3, 0, 1)]]) == (3, 1)
+
+
+def test_nothing_is_released_while_a_shadow_is_gone() -> None:
+    heard = {"a": Heard([[5, 9]], 1), "b": Heard()}
+    assert decide(heard) == {"a": Release(None, 1, ["b"])}
+    heard["a"].told = Release(None, 1, ["b"])
+    assert decide(heard) == {}
+
+
+@pytest.mark.parametrize(
+    ("spans", "failed", "text"),
+    [
+        ({"a": [[1, 5, 7]], "b": []}, {}, "a holds step 7, but b holds no state, because it was started anew"),
+        ({"a": [[1, 5, 7]]}, {"b": "refused"}, r"a holds step 7, but b can't be reached \(refused\)"),
+        ({"a": [[1, 5, 7]], "b": [[2, 5, 7]]}, {}, "no step can be restored from all shadows"),
+    ],
+)
+def test_state_that_cannot_be_restored_is_refused_by_name(spans: Any, failed: Any, text: str) -> None:
+    with pytest.raises(Unrestorable, match=text):
+        agree({address: Begun(1, None, lines) for address, lines in spans.items()}, failed)
+
+
+def test_shadows_without_any_state_are_a_fresh_start() -> None:
+    assert agree({"a": Begun(1, None), "b": Begun(1, None)}, {}) is None

@@ -1,0 +1,321 @@
+"""Two whole shadows of one job in this process: they commit together, whatever one of them lost, and whoever died."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.shadow import JOB, TOKEN, FakeReceiver, Rank, wait
+from support.trainer import Step, Trainer, differing, over_the_wire
+
+from checkmate.checked import Endpoint
+from checkmate.protocol import Boundary
+from checkmate.shadow.control import Limits
+from checkmate.shadow.daemon import Shadow, ShadowConfig
+from checkmate.shadow.engine import Tuning
+from checkmate.shadow.rx.receiver import RxConfig
+from checkmate.tensors import named_state, pack_state
+from checkmate.train.client import Client, ShadowError
+from checkmate.train.coordinator import Coordinator
+from checkmate.train.fleet import Beginning, Fleet, Unrestorable
+from checkmate.train.settings import Settings
+from checkmate.train.shards import cut
+
+WORLD = 2
+QUICK = Tuning(patience_s=0.5, quiet_s=0.05, fence_s=1.0, ask_s=(0.2, 5.0), grace_s=0.2)
+
+
+class Team:
+    """A job of two ranks and two shadows, each of which can be killed and started anew on its address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stacks: list[ExitStack | None] = [None, None]
+        self.shadows: list[Any] = [None, None]
+        self.receivers: list[Any] = [None, None]
+        self.ports = [0, 0]
+        for number in range(2):
+            self.start(number)
+        self.trainer = Trainer()
+        endpoints = tuple(Endpoint("127.0.0.1", port) for port in self.ports)
+        self.settings = Settings(endpoints, TOKEN, JOB, job_shadows=endpoints)
+        self.shards = cut(self.trainer.net, 2)
+        self.ranks: list[list[Rank | None]] = [[None, None], [None, None]]
+        self.coordinator: Coordinator | None = None
+        self.begun: Beginning | None = None
+        self.history = 0
+
+    def start(self, number: int) -> None:
+        self.receivers[number] = receiver = FakeReceiver()
+        config = ShadowConfig(
+            JOB, TOKEN, ("127.0.0.1", self.ports[number]), self.folder / f"status{number}", RxConfig(sets=8), 1, QUICK,
+            Limits(handshake_s=2.0, stall_s=2.0),
+        )  # fmt: skip
+        stack = ExitStack()
+        self.shadows[number] = stack.enter_context(Shadow(config, make_receiver=lambda _: receiver))
+        self.stacks[number] = stack
+        self.ports[number] = self.shadows[number].control[1]
+
+    def kill(self, number: int) -> None:
+        stack = self.stacks[number]
+        assert stack is not None
+        stack.close()
+        self.stacks[number] = None
+        for rank in self.ranks[number]:
+            if rank is not None:
+                rank.close()
+        self.ranks[number] = [None, None]
+
+    def clients(self, rank: int = 0) -> list[Client]:
+        return [Client(self.settings, endpoint, rank, WORLD) for endpoint in self.settings.shadows]
+
+    def fleet(self, rank: int = 0) -> Fleet:
+        return Fleet(self.clients(rank), self.shards)
+
+    def begin(self) -> tuple[int, int] | None:
+        """As rank 0 and all others do: begin, restore on every rank if there is something, connect."""
+        self.begun = begun = self.fleet().begin(10.0)
+        position = begun.position()
+        self.history = position[0] if position else begun.incarnation
+        return position
+
+    def connect(self, *numbers: int, coordinate: bool = True) -> None:
+        """Records connections, and the coordinator."""
+        assert self.begun is not None
+        incarnation = self.begun.incarnation
+        for number in numbers or (0, 1):
+            self.ranks[number] = [
+                Rank(self.clients(rank)[number].connect("records", incarnation)) for rank in range(WORLD)
+            ]
+        if coordinate:
+            self.coordinator = Coordinator(self.clients(), incarnation)
+
+    def follow(self) -> None:
+        """A fresh start, followed from its first state on."""
+        assert self.begin() is None
+        self.connect()
+        self.seed()
+        self.committed(0)
+
+    def seed(self, *numbers: int) -> None:
+        assert self.begun is not None
+        seed, tensors = self.trainer.seed()
+        seed = type(seed)(seed.step, seed.optimizer, seed.manifest, self.history)
+        for number in numbers or (0, 1):
+            part = self.shards[number].seed(seed, tensors)
+            self.clients()[number].send_seed(self.begun.incarnation, *part, lambda _: None)
+
+    def step(self, lost: tuple[int, ...] = (), unheard: tuple[int, ...] = ()) -> Step:
+        """One step of the trainer. ``lost``: shadows that miss a bucket of theirs; ``unheard``: that hear nothing."""
+        step = self.trainer.train()
+        for number in {0, 1} - set(unheard):
+            self.tell(number, step, number in lost)
+        return step
+
+    def tell(self, number: int, step: Step, loses: bool = False) -> None:
+        assert self.begun is not None
+        receiver, shard = self.receivers[number], self.shards[number]
+        layout, record = shard.part(step.layout), shard.part(step.record)
+        assert layout is not None and record is not None
+        for bucket, data in step.buckets.items():
+            if not loses:
+                receiver.complete(self.begun.incarnation, step.record.step, bucket, data)
+        if loses:
+            receiver.damage(step.record.step, 0)
+        for index, rank in enumerate(self.ranks[number]):
+            assert rank is not None
+            boundary = Boundary(step.record.step, {"rank": index, "step": step.record.step})
+            rank.send(layout, record, over_the_wire(boundary))
+
+    def committed(self, step: int, *numbers: int) -> None:
+        for number in numbers or (0, 1):
+            wait(lambda n=number: self.status(n)["committed"] == step, f"{step}, not {self.status(number)}")  # type: ignore[misc]
+
+    def status(self, number: int) -> dict[str, Any]:
+        status: dict[str, Any] = self.shadows[number].status()
+        return status
+
+    def die(self) -> None:
+        """All ranks."""
+        if self.coordinator is not None:
+            self.coordinator.close(5)
+            self.coordinator = None
+        for ranks in self.ranks:
+            for rank in ranks:
+                if rank is not None:
+                    rank.close()
+        self.ranks = [[None, None], [None, None]]
+
+    def restored(self, position: tuple[int, int], rank: int = 0) -> dict[Any, torch.Tensor]:
+        assert self.begun is not None
+        (_, manifest, tensors), boundary = self.fleet(rank).restore(self.begun.incarnation, position)
+        assert boundary == ({"rank": rank, "step": position[1]} if position[1] else {})
+        return {(line[0], line[1]): tensor for line, tensor in zip(manifest, tensors, strict=True)}
+
+    def expected(self) -> dict[Any, torch.Tensor]:
+        _, manifest, tensors = pack_state(*named_state(self.trainer.net), self.trainer.optimizer)
+        return {(line[0], line[1]): t.detach().clone() for line, t in zip(manifest, tensors, strict=True)}
+
+    def close(self) -> None:
+        self.die()
+        for number, stack in enumerate(self.stacks):
+            if stack is not None:
+                self.kill(number)
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Team]:
+    made = Team(tmp_path)
+    yield made
+    made.close()
+
+
+def test_shards_are_committed_together_and_make_the_whole(team: Team) -> None:
+    team.follow()
+    for _ in range(5):
+        team.step()
+    team.committed(5)
+    assert [team.status(number)["shadows"] for number in (0, 1)] == [2, 2]
+    wait(lambda: not any(receiver.buffers for receiver in team.receivers), "all buffers to be given back")
+    team.die()
+    position = team.begin()
+    assert position == (1, 5)
+    for rank in range(WORLD):
+        assert differing(team.expected(), team.restored(position, rank)) == []
+    team.connect()
+    team.step()
+    team.committed(6)
+    assert team.status(0)["seeds"]["adopted"] == 1
+
+
+def test_a_step_that_one_shadow_lacks_is_not_committed_by_the_other(team: Team) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    before = team.expected()
+    team.step(lost=(1,))
+    team.step()
+    wait(lambda: team.status(0)["ready"] == 3, f"readiness, {team.status(0)}")
+    wait(lambda: team.status(1)["state"] == "damaged", "the damage")
+    time.sleep(0.2)
+    assert [team.status(number)["committed"] for number in (0, 1)] == [1, 1]
+    wait(lambda: team.status(0)["waits_for"] == [str(team.settings.shadows[1])], f"the name, {team.status(0)}")
+    team.die()
+    position = team.begin()
+    assert position == (1, 1), "what the healthy one could have made alone would be lost to the job"
+    assert differing(before, team.restored(position)) == []
+
+
+def test_a_seed_of_all_heals_the_one_that_lost_a_step(team: Team) -> None:
+    team.follow()
+    team.step(lost=(0,))
+    wait(lambda: team.ranks[0][0] is not None and team.ranks[0][0].requests(), "the request")
+    team.step()
+    team.seed(0)
+    team.seed(1)
+    team.committed(2)
+    team.step()
+    team.committed(3)
+    assert [team.status(number)["seeds"]["adopted"] for number in (0, 1)] == [2, 1], "the healthy one needs none"
+    team.die()
+    position = team.begin()
+    assert position == (1, 3)
+    assert differing(team.expected(), team.restored(position)) == []
+
+
+def test_what_was_complete_everywhere_is_restored_although_nobody_released_it(team: Team) -> None:
+    """Rank 0, and with it the coordinator, dies between the last piece and the commit."""
+    team.follow()
+    team.step()
+    team.committed(1)
+    assert team.coordinator is not None
+    team.coordinator.close(5)
+    team.step()
+    team.step()
+    wait(lambda: [team.status(number)["ready"] for number in (0, 1)] == [3, 3], "readiness")
+    assert [team.status(number)["committed"] for number in (0, 1)] == [1, 1]
+    team.die()
+    assert team.begin() == (1, 3)
+    assert team.begin() == (1, 3), "rank 0 died again before it restored anything"
+    assert team.status(0)["state"] == "waiting for restore"
+    assert differing(team.expected(), team.restored((1, 3))) == []
+
+
+def test_a_restore_that_reached_one_shadow_only_is_repeated(team: Team) -> None:
+    team.follow()
+    assert team.coordinator is not None
+    team.coordinator.close(5)
+    team.step()
+    wait(lambda: [team.status(number)["ready"] for number in (0, 1)] == [1, 1], "readiness")
+    team.step(unheard=(1,))
+    wait(lambda: team.status(0)["ready"] == 2, "readiness")
+    team.die()
+    position = team.begin()
+    assert position == (1, 1) and team.begun is not None
+    team.clients()[0].restore(team.begun.incarnation, 1, 1)
+    assert team.begin() == (1, 1)
+    team.restored((1, 1))
+    with pytest.raises(ShadowError, match="can't go on from step 2"):
+        team.clients()[0].restore(team.begun.incarnation, 2, 1)
+
+
+def test_a_shadow_that_dies_holds_up_commits_until_it_is_seeded(team: Team) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    team.kill(1)
+    team.step(unheard=(1,))
+    wait(lambda: team.status(0)["ready"] == 2, "readiness")
+    wait(lambda: team.status(0)["waits_for"] == [str(team.settings.shadows[1])], "the name")
+    team.start(1)
+    team.connect(1, coordinate=False)
+    wait(lambda: team.ranks[1][0] is not None and team.ranks[1][0].requests(), "the request")
+    team.step()
+    team.seed()
+    team.committed(3)
+    team.step()
+    team.committed(4)
+    wait(lambda: team.status(0)["waits_for"] == [], "nobody to be waited for")
+    team.die()
+    position = team.begin()
+    assert position == (1, 4)
+    assert differing(team.expected(), team.restored(position)) == []
+
+
+def test_state_whose_other_half_is_lost_is_refused_by_name(team: Team) -> None:
+    team.follow()
+    team.kill(1)
+    team.die()
+    with pytest.raises(Unrestorable, match=f"{team.settings.shadows[1]} can't be reached"):
+        team.fleet().begin(1.0)
+    team.start(1)
+    with pytest.raises(Unrestorable, match=f"{team.settings.shadows[1]} holds no state"):
+        team.begin()
+
+
+def test_a_run_that_begins_anew_never_goes_on_from_the_old_state(team: Team) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    team.die()
+    assert team.begin() == (1, 1)
+    assert team.begun is not None
+    team.history = team.begun.incarnation
+    team.connect()
+    team.trainer = Trainer()
+    assert team.status(0)["state"] == "waiting for restore"
+    team.seed(0)
+    time.sleep(0.2)
+    assert team.status(0)["committed"] == 1, "the old state is kept until all have the new one"
+    team.seed(1)
+    team.committed(0)
+    for _ in range(2):
+        team.step()
+    team.committed(2)
+    team.die()
+    position = team.begin()
+    assert position == (2, 2)
+    assert differing(team.expected(), team.restored(position)) == []
