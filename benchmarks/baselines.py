@@ -183,7 +183,7 @@ class CheckFreq(_TorchFile):
 
     @staticmethod
     def profiled_interval(iteration_s: float, update_s: float, snapshot_s: float, persist_s: float) -> int:
-        """Iterations between checkpoints for an overhead of 3.5 %, its default (algorithm 1, as we read it).
+        """Iterations between checkpoints for an overhead of 3.5 %, its paper's bound, as we read its policy.
 
         What of the snapshot doesn't fit beside the computation of one iteration is its cost; a checkpoint must be
         written before the next begins.

@@ -43,7 +43,7 @@ from disk import add_limit_options, mbps, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
-from workloads import Training, add_training_options
+from workloads import Training, add_training_options, seconds
 
 from checkmate.costmodel import goodput, min_interval
 
@@ -77,7 +77,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of one way. Rates are useful iterations a second; times in seconds, means over the run."""
+    """One run of one way. Rates are useful iterations a second; times in seconds, means over the run.
+
+    ``write_s``: while training stood still.
+    """
 
     kind: str
     interval: int
@@ -101,11 +104,9 @@ class _Board:
         self.iterations = _FORK.Value("q", 0, lock=False)
         self.seconds = _FORK.Value("d", 0.0, lock=False)
         self.started = _FORK.Value("d", 0.0, lock=False)
-        self.saves = _FORK.Value("q", 0, lock=False)
-        self.write_s = _FORK.Value("d", 0.0, lock=False)
 
 
-def run(options: Options, kind: str, interval: int) -> Measured:
+def run(options: Options, kind: str, interval: int, write_s: float) -> Measured:
     """Train, kill, resume until the time is over."""
     failures = traces.scaled(traces.failures(options.trace), options.hours * 3600, options.seconds)
     board, restarts = _Board(), []
@@ -127,7 +128,6 @@ def run(options: Options, kind: str, interval: int) -> Measured:
             _kill(process)
     iteration_s = board.seconds.value / max(1, board.iterations.value)
     restart_s = sum(restarts) / len(restarts) if restarts else 0.0
-    write_s = board.write_s.value
     every = NEVER if kind == NoSaver.name else interval
     modelled = goodput(failures, duration, iteration_s, every, write_s, restart_s)
     return Measured(kind, interval, len(failures), useful / duration, modelled, iteration_s, write_s, restart_s)
@@ -139,17 +139,17 @@ def measure(options: Options, to: Console) -> Runs:
     iteration_s = training.iteration_s()
     rate = mbps(options.write_mbps, training.nbytes, iteration_s, options.write_iterations)
     with write_limit(options.storage, rate):
-        chosen = {kind: own_interval(options, kind, iteration_s) for kind in options.kinds}
+        known = {kind: alone(options, kind, iteration_s) for kind in options.kinds}
         wanted = {
-            (kind, interval): interval or chosen[kind] or 0
+            (kind, interval): interval or known[kind][1]
             for interval, kind in itertools.product(options.intervals, options.kinds)
-            if interval or chosen[kind]
+            if interval or known[kind][1]
         }
         measured: Runs = {key: [] for key in wanted}
         with progress(to, "training", len(wanted) * options.repetitions) as step:
             for repetition in range(options.repetitions):
                 for kind, interval in turns(list(wanted), repetition):
-                    measured[kind, interval].append(run(options, kind, wanted[kind, interval]))
+                    measured[kind, interval].append(run(options, kind, wanted[kind, interval], known[kind][0]))
                     step(f"{kind}, every {wanted[kind, interval]}")
     return measured
 
@@ -187,35 +187,34 @@ def _train(options: Options, kind: str, interval: int, storage: str, board: _Boa
         if not board.started.value:
             board.started.value = time.monotonic()
         if step % interval == 0:
-            begin = time.monotonic()
             saver.save(step)
-            board.saves.value += 1
-            if board.saves.value == 2:  # alone, and the file is there: how long until it is durable
-                saver.finish()
-                board.write_s.value = time.monotonic() - begin
-                continue
         board.seconds.value += time.monotonic() - start
         board.iterations.value += 1
 
 
-def own_interval(options: Options, kind: str, iteration_s: float) -> int | None:
-    """What a way chooses itself; None where it has no rule. Afterwards all that it loads at first use is there."""
+def alone(options: Options, kind: str, iteration_s: float) -> tuple[float, int]:
+    """Seconds of a write while training stands still, and the interval that the way chooses (0: it has no rule).
+
+    Afterwards all that it loads at first use is there for processes that are forked.
+    """
     training = Training(options.model, options.params, options.batch)
     training.step()
-    start = time.monotonic()
-    training.optimizer.step()
-    update_s = time.monotonic() - start
+    update_s = seconds(training.optimizer.step)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="ckmbench") as storage:
         saver = make(kind, Path(storage), training.state, training.optimizer, options.in_flight)
-        for number in range(2):  # the second one finds a file
-            saver.save(number)
+
+        def save() -> None:
+            saver.save(0)
             saver.finish()
+
+        save()
+        write_s = seconds(save)  # the file is there
+        chosen = saver.profile(iteration_s, update_s) if isinstance(saver, CheckFreq) else 0
         saver.load()
-        chosen = saver.profile(iteration_s, update_s) if isinstance(saver, CheckFreq) else None
         saver.close()
-        if isinstance(saver, PCcheck):
-            chosen = min_interval(saver.write_s[-1], options.in_flight, BUDGET, iteration_s)
-    return chosen
+    if kind == PCcheck.name:
+        chosen = min_interval(write_s, options.in_flight, BUDGET, iteration_s)
+    return write_s, chosen
 
 
 def show(measured: Runs, options: Options, to: Console) -> None:

@@ -15,7 +15,7 @@ SPOT = Path(__file__).parent / "traces/spot-64.csv"
 MACHINES = 64
 HOURS = 24
 PREEMPTIONS = 127
-"""In a day on 64 GPUs of a cloud's spot machines, as PCcheck cites (section 2)."""
+"""In a day on 64 GPUs of a cloud's spot machines, as PCcheck (ASPLOS 2025) cites."""
 SEED = 2025
 
 
@@ -50,8 +50,8 @@ def make() -> Iterator[str]:
     """Lines of a trace: preemptions at random moments, machines come back after some minutes."""
     draw = random.Random(SEED)
     yield f"# Made by benchmarks/preemptions.py with seed {SEED}, not recorded: {PREEMPTIONS} preemptions at"
-    yield f"# uniformly random moments of {HOURS} hours on {MACHINES} machines, a rate that PCcheck (ASPLOS 2025,"
-    yield "# section 2) cites for spot machines; a machine comes back after 5 minutes on average."
+    yield f"# uniformly random moments of {HOURS} hours on {MACHINES} machines, a rate that PCcheck (ASPLOS 2025)"
+    yield "# cites for spot machines; a machine comes back after 5 minutes on average."
     drops = [draw.uniform(0, HOURS * 3600) for _ in range(PREEMPTIONS)]
     changes = [(when, -1) for when in drops] + [(when + draw.expovariate(1 / 300), 1) for when in drops]
     machines = MACHINES

@@ -73,7 +73,7 @@ class Training:
     def iteration_s(self, iterations: int = 9) -> float:
         """Seconds of an iteration, measured now."""
         self.step()
-        return statistics.median(_seconds(self.step) for _ in range(iterations))
+        return statistics.median(seconds(self.step) for _ in range(iterations))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -92,7 +92,8 @@ class Training:
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 
-def _seconds(action: Callable[[], None]) -> float:
+def seconds(action: Callable[[], object]) -> float:
+    """That a call takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

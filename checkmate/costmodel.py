@@ -153,7 +153,7 @@ def repeated_work_saved(times_as_often: float) -> float:
 
 
 def min_interval(write_s: float, in_flight: int, slowdown: float, iteration_s: float) -> int:
-    """Iterations between checkpoints that N of them in flight can follow: f ≥ T_w/(N·q·t) (PCcheck, section 3.4).
+    """Iterations between checkpoints that N of them in flight can follow: f ≥ T_w/(N·q·t) (PCcheck).
 
     ``write_s``: T_w, from start to durable, the worst seen, with N in flight. ``slowdown``: q, the factor that an
     iteration may take longer, 1.05 for 5 %. ``iteration_s``: t, without checkpoints. At least 1. Raises
@@ -167,7 +167,7 @@ def min_interval(write_s: float, in_flight: int, slowdown: float, iteration_s: f
 
 
 def worst_rework(interval: int, write_s: float, in_flight: int, iteration_s: float) -> float:
-    """Seconds of training that a failure undoes at most with N checkpoints in flight (PCcheck, section 4.2).
+    """Seconds of training that a failure undoes at most with N checkpoints in flight (PCcheck).
 
     Those since the last checkpoint started, and those of checkpoints that were still being written: the newest
     durable one was started T_w ago at most, and at most N were in flight.

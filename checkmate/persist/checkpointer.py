@@ -1,6 +1,7 @@
 """Checkpoints of a training process: saved in the background, durable before they count, loaded exact to the bit."""
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,11 +22,14 @@ from checkmate.config import CheckmateError
 from checkmate.persist.coordinator import AgreementError, Coordinator, StoreError
 from checkmate.persist.device import PinnedPool
 from checkmate.persist.engine import Checkpoint, Code, Engine, Options, PersistError, State, Ticket
-from checkmate.persist.file import CheckpointFile, read_manifest, read_state
+from checkmate.persist.file import CheckpointFile, read_manifest, read_state, require_whole
 from checkmate.persist.snapshot import Snapshot
 from checkmate.persist.state import MapLocation, MemoryKey, memory_key, pack
 
 log = logging.getLogger(__name__)
+
+
+OnError = Literal["warn", "raise"]
 
 
 class CheckpointWarning(UserWarning):
@@ -84,9 +88,11 @@ class Checkpointer:
         capacity: int = 0,
         memory: int | None = None,
         coordinator: Coordinator | None = None,
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: OnError = "warn",
         timeout_s: float = 600.0,
     ) -> None:
+        if on_error not in get_args(OnError):
+            raise PersistError(errno.EINVAL, f"on_error is {on_error!r}: it must be one of {get_args(OnError)}")
         place = Path(path)
         if coordinator:
             place = place.with_name(f"{place.name}.{coordinator.rank}-of-{coordinator.world}")
@@ -136,9 +142,10 @@ class Checkpointer:
 
         Waits for a free slot while N saves are in flight, and for the copy of what no attached optimizer owns. Errors
         of storage and of other ranks are in the future (PersistError, TimeoutError, AgreementError), and with the next
-        call; they never stop training. Raises StateError for a state that cannot be stored, and PersistError when no
-        file can be made.
+        call; they never stop training. Raises StateError for a state that cannot be stored, and PersistError for a bad
+        ``step`` and when no file can be made.
         """
+        step = require_whole("step", step, 0)
         start = time.monotonic()
         self._tell()
         number = self._coordinator.next_save() if self._coordinator else 0

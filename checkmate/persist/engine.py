@@ -30,7 +30,7 @@ _LIBRARY = "libcheckmate_persist.so"
 _CLOSE_S = 60.0
 _SLICE_S = 0.2
 """Longest time in C without a look at Python's signals."""
-_MAX_SLOTS = 1024
+MAX_SLOTS = 1024
 
 Memory = memoryview | bytearray | bytes | tuple[int, int]
 """Contiguous bytes: a buffer, or (address, length) of memory that the caller keeps alive."""
@@ -379,8 +379,8 @@ class Engine:
     def list(self) -> list[Checkpoint]:
         """Complete checkpoints, newest first."""
         with self.call() as call:
-            found = call.ffi.new("struct ckp_checkpoint[]", _MAX_SLOTS)
-            count = call.lib.ckp_list(self.handle, found, _MAX_SLOTS)
+            found = call.ffi.new("struct ckp_checkpoint[]", MAX_SLOTS)
+            count = call.lib.ckp_list(self.handle, found, MAX_SLOTS)
             names = [name for name in Checkpoint.__dataclass_fields__ if name != "published"]
             return [
                 Checkpoint(**{name: int(getattr(raw, name)) for name in names}, published=bool(raw.published))

@@ -3,16 +3,17 @@
 import contextlib
 import errno
 import logging
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgpack
 
-from checkmate.persist.engine import Checkpoint, Engine, Options, PersistError, create
+from checkmate.persist.engine import MAX_SLOTS, Checkpoint, Engine, Options, PersistError, create
 from checkmate.persist.state import MapLocation, Span, Stored, chunk_pieces
 from checkmate.persist.tune import Tuning, read_tuning, tune
 
@@ -36,8 +37,13 @@ class CheckpointFile:
     def __init__(
         self, path: Path, in_flight: int | None, options: Options, capacity: int, memory: int | None, timeout_s: float
     ) -> None:
-        if in_flight is not None and in_flight < 1:
-            raise PersistError(errno.EINVAL, f"in_flight is {in_flight}: at least 1 checkpoint must be in flight")
+        if in_flight is not None:
+            require_whole("in_flight", in_flight, 1, MAX_SLOTS - 1)
+        require_whole("capacity", capacity, 0)
+        if memory is not None:
+            require_whole("memory", memory, 1)
+        if not timeout_s > 0:
+            raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 seconds")
         self.path = path
         self._in_flight = in_flight
         self._options = options
@@ -90,7 +96,10 @@ class CheckpointFile:
     def _make(self, slots: int, data_bytes: int, meta_bytes: int) -> Engine:
         new = self.path.with_name(f".{self.path.name}.new")
         new.unlink(missing_ok=True)  # of a process that died here
-        create(new, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
+        try:
+            create(new, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
+        except PersistError as error:
+            raise PersistError(error.code, str(error).replace(str(new), str(self.path), 1)) from None
         engine = None
         try:
             engine = self._open(new)
@@ -172,6 +181,14 @@ def reading(path: Path) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+def require_whole(name: str, value: SupportsIndex, least: int, most: int = (1 << 63) - 1) -> int:
+    """As an int. Raises PersistError for what is no whole number in this range."""
+    with contextlib.suppress(TypeError):
+        if least <= (number := operator.index(value)) <= most:
+            return number
+    raise PersistError(errno.EINVAL, f"{name} is {value!r}: it must be a whole number from {least} to {most}")
 
 
 def _require_writable(path: Path) -> None:

@@ -19,7 +19,7 @@ _STEP_DOWN = 0.9
 class IntervalController:
     """Decides after each iteration whether to save, so that training is slowed down by at most the factor q.
 
-    The interval is f = ⌈T_w/(N·q·t)⌉ (PCcheck, section 3.4) times a factor that grows while training is slowed down by
+    The interval is f = ⌈T_w/(N·q·t)⌉ (PCcheck) times a factor that grows while training is slowed down by
     more than q and shrinks when it isn't: contention that the rule does not know of (shared storage, memory bandwidth)
     is paid for by saving less often. T_w is the worst recent write; t the median of iterations while nothing was being
     saved: the first ``warm_up`` ones, and every ``remeasure`` intervals one more.

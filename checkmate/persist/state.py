@@ -232,13 +232,14 @@ def _rebuild(entry: Sequence[Any], memories: Sequence[Tensor]) -> Tensor:
 
 
 def _destination(device: str, map_location: MapLocation) -> Device:
+    wanted: Device = device
     if isinstance(map_location, Mapping):
-        return map_location.get(device, device)
-    if map_location is not None:
-        return map_location
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise StateError(f"the checkpoint holds tensors of {device}, which is not here: give map_location='cpu'")
-    return device
+        wanted = map_location.get(device, device)
+    elif map_location is not None:
+        wanted = map_location
+    if str(wanted).startswith("cuda") and not torch.cuda.is_available():
+        raise StateError(f"tensors of {device} should go to {wanted}, which is not here: give map_location='cpu'")
+    return wanted
 
 
 def _require_plain(tensor: Tensor, where: str) -> None:

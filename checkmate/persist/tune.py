@@ -101,7 +101,7 @@ def _faster(folder: Path, options: Options, rate: float, nbytes: int) -> tuple[O
 
 
 def _in_flight(folder: Path, options: Options, nbytes: int) -> int:
-    """The N with the least T_w/N: how often a checkpoint of ``nbytes`` can be started (PCcheck, section 3.4)."""
+    """The N with the least T_w/N: how often a checkpoint of ``nbytes`` can be started (PCcheck)."""
     periods = {n: _period(folder, replace(options, pool_chunks=0), nbytes, n) for n in IN_FLIGHT}
     best = min(periods.values())
     return next(n for n, period in periods.items() if period <= best * _NOTICEABLE)

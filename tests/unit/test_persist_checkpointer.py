@@ -1,6 +1,7 @@
 """Checkpointer on a real file: what is loaded after kills and damage, and what bad input gets told."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,16 +221,43 @@ def test_a_path_that_cannot_be_used(tmp_path: Path, make: object, text: str) -> 
 
 
 def test_too_little_space_is_said_and_nothing_is_left(tmp_path: Path) -> None:
-    checkpointer = opened(tmp_path / "c", capacity=1 << 55)
-    with pytest.raises(PersistError):
+    checkpointer = opened(tmp_path / "c", capacity=1 << 48)
+    with pytest.raises(PersistError, match="/c: the file needs"):
         checkpointer.save(state(1), 1)
     checkpointer.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_none_in_flight_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PersistError, match="in_flight is 0"):
-        opened(tmp_path / "c", in_flight=0)
+def test_what_does_not_fit_is_not_tried(tmp_path: Path) -> None:
+    """An allocation that fails may have filled the disk: the free space in its message would be none."""
+    checkpointer = opened(tmp_path / "c", capacity=shutil.disk_usage(tmp_path).total)
+    with pytest.raises(PersistError, match=r"has \d{6,} free"):
+        checkpointer.save(state(1), 1)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("in_flight", value) for value in (0, -1, 1.5, 1024)],
+        *[("capacity", value) for value in (-1, "1 GB")],
+        *[("memory", value) for value in (0, -1)],
+        *[("timeout_s", value) for value in (0, -1.0)],
+        ("on_error", "ignore"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(PersistError, match=f"{name} is {value!r}: it must be"):
+        opened(tmp_path / "c", **{name: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, "7", 1.0])
+def test_a_step_that_is_no_whole_number(tmp_path: Path, step: int) -> None:
+    with opened(tmp_path / "c") as checkpointer:
+        with pytest.raises(PersistError, match=f"step is {step!r}: it must be"):
+            checkpointer.save(state(1), step)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -218,3 +218,5 @@ def test_a_device_that_is_not_here() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(StateError, match="map_location='cpu'"):
             gone.unpack()
+        with pytest.raises(StateError, match="should go to cuda"):
+            stored.unpack("cuda")

@@ -17,18 +17,28 @@ int ckp_open_direct(const char *path, int flags)
     return fd < 0 && errno == EINVAL ? open(path, flags | O_CLOEXEC, 0644) : fd;
 }
 
-/* So that no save fails for want of space later. */
+static int no_space(const struct ckp_draft *draft, int reason, uint64_t bytes, const struct statvfs *space,
+                    struct ckp_error *error)
+{
+    return ckp_fail(error, reason,
+                    "the file needs %" PRIu64 " bytes, %s has %" PRIu64 " free: use fewer slots, or another folder",
+                    bytes, draft->folder, (uint64_t)space->f_bavail * space->f_frsize);
+}
+
+/* So that no save fails for want of space later. An allocation that fails may fill the disk first: it is not tried. */
 static int allocate(const struct ckp_draft *draft, uint64_t bytes, struct ckp_error *error)
 {
     struct statvfs space;
+    int known = statvfs(draft->folder, &space) == 0 && space.f_blocks;
 
+    if (known && bytes / space.f_frsize > space.f_bfree)
+        return no_space(draft, ENOSPC, bytes, &space, error);
     if (fallocate(draft->fd, 0, 0, (off_t)bytes) == 0)
         return 0;
     if (errno == EOPNOTSUPP && ftruncate(draft->fd, (off_t)bytes) == 0)
         return 0;
-    if ((errno == ENOSPC || errno == EFBIG || errno == EDQUOT) && statvfs(draft->folder, &space) == 0)
-        return ckp_fail(error, errno, "the file needs %" PRIu64 " bytes, %s has %" PRIu64 " free: use fewer slots",
-                        bytes, draft->folder, (uint64_t)space.f_bavail * space.f_frsize);
+    if (known && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
+        return no_space(draft, errno, bytes, &space, error);
     return ckp_fail_errno(error, errno, "allocating %" PRIu64 " bytes", bytes);
 }
 

@@ -40,7 +40,8 @@ static int refuse(const union ckp_block blocks[CKP_SUPERBLOCKS], struct ckp_erro
 {
     if (is_super(&blocks[0]) || is_super(&blocks[1]))
         return ckp_fail(error, CKP_DAMAGED, "the superblock and its copy are damaged: their checksums do not match");
-    return ckp_fail(error, CKP_FOREIGN, "this is not a checkpoint file: it does not begin with %.7s", CKP_SUPER_MAGIC);
+    return ckp_fail(error, CKP_FOREIGN,
+                    "this is not a checkpoint file: it does not begin with %.7s; choose another path", CKP_SUPER_MAGIC);
 }
 
 static int choose_super(struct ckp_found *found, const union ckp_block blocks[CKP_SUPERBLOCKS], struct ckp_error *error)
@@ -50,7 +51,8 @@ static int choose_super(struct ckp_found *found, const union ckp_block blocks[CK
     const union ckp_block *own = is_super(&blocks[0]) ? &blocks[0] : &blocks[1];
 
     if (is_super(own) && own->prefix.version != CKP_FORMAT)
-        return ckp_fail(error, CKP_VERSION, "the file has format version %" PRIu32 ", this Checkmate knows 1 to %u",
+        return ckp_fail(error, CKP_VERSION,
+                        "the file has format version %" PRIu32 ", this Checkmate knows 1 to %u; use a newer one",
                         own->prefix.version, CKP_FORMAT);
     if (!first && !second)
         return refuse(blocks, error);
@@ -68,7 +70,8 @@ static int read_super(struct ckp_storage *storage, struct ckp_found *found, stru
     int result;
 
     if (storage->bytes == 0)
-        return ckp_fail(error, CKP_FOREIGN, "this is not a checkpoint file: it is empty");
+        return ckp_fail(error, CKP_FOREIGN,
+                        "this is not a checkpoint file: it is empty; remove it, or choose another path");
     for (uint32_t i = 0; i < CKP_SUPERBLOCKS && storage->bytes >= (i + 1) * (uint64_t)CKP_BLOCK; i++)
         if ((result = read_block(storage, i * (uint64_t)CKP_BLOCK, &blocks[i], error)))
             return result;
@@ -77,7 +80,8 @@ static int read_super(struct ckp_storage *storage, struct ckp_found *found, stru
     if (!ckp_sizes_fit(&found->super))
         return ckp_fail(error, CKP_DAMAGED, "the superblock's sizes do not fit together");
     if (storage->bytes != found->super.file_bytes)
-        return ckp_fail(error, CKP_TRUNCATED, "the file has %" PRIu64 " bytes and should have %" PRIu64, storage->bytes,
+        return ckp_fail(error, CKP_TRUNCATED,
+                        "the file has %" PRIu64 " bytes and should have %" PRIu64 ": a part is missing", storage->bytes,
                         found->super.file_bytes);
     return 0;
 }
