@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from checkmate.protocol import Begun, Layout, Ready, Release, StepRecord
-from checkmate.shadow.course import Course, Line
+from checkmate.shadow.course import MOST_LINES, Course, Line
 from checkmate.shadow.staging import Ready as Complete
 from checkmate.train.agreement import newest_position
 from checkmate.train.coordinator import Heard, decide
@@ -311,7 +311,7 @@ class Histories(RuleBasedStateMachine):
         self.newest = position
 
 
-Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Histories.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestHistories = Histories.TestCase
 
 
@@ -351,3 +351,67 @@ def test_state_that_cannot_be_restored_is_refused_by_name(spans: Any, failed: An
 
 def test_shadows_without_any_state_are_a_fresh_start() -> None:
     assert agree({"a": Begun(1, None), "b": Begun(1, None)}, {}) is None
+
+
+def followed() -> Shadow:
+    """At step 5, where it lost step 6, with a seed of 10 beside it, and both reported."""
+    shadow = Shadow()
+    shadow.begin(1)
+    shadow.seed(5, 5, 1, True)
+    assert shadow.report() == Ready(1, [[5, 5]])
+    shadow.release(Release(5, 1))
+    shadow.seed(10, 10, 1, True)
+    assert shadow.report() == Ready(2, [[5, 5], [10, 10]])
+    return shadow
+
+
+def test_a_seed_that_was_reported_is_kept_until_its_withdrawal_was_heard() -> None:
+    shadow = followed()
+    shadow.seed(12, 12, 1, True)
+    assert shadow.report() == Ready(3, [[5, 5], [12, 12]])
+    assert [1, 10, 10] in shadow.course.spans()
+    shadow.release(Release(5, 2))
+    assert [1, 10, 10] in shadow.course.spans(), "the coordinator may have released it before it heard"
+    shadow.release(Release(5, 3))
+    assert shadow.course.spans() == [[1, 5, 5], [1, 12, 12]]
+
+
+def test_a_withdrawn_seed_that_was_released_is_taken() -> None:
+    shadow = followed()
+    shadow.seed(12, 12, 1, True)
+    shadow.report()
+    shadow.release(Release(10, 2))
+    shadow.release(Release(10, 3))
+    assert shadow.course.spans() == [[1, 10, 10], [1, 12, 12]]
+
+
+def test_no_more_states_are_held_than_there_is_room_for() -> None:
+    shadow = followed()
+    for step in (12, 14, 16):
+        shadow.seed(step, step, 1, True)
+        shadow.report()
+    assert len(shadow.course.lines) == MOST_LINES
+    assert [1, 10, 10] in shadow.course.spans()
+
+
+def test_a_new_incarnation_keeps_what_was_promised_and_goes_to_the_step_that_it_is_told() -> None:
+    shadow = followed()
+    shadow.take(11, 10, 11)
+    shadow.take(12, 11, 12)
+    assert shadow.begin(2) == shadow.begin(3) == [[1, 5, 5], [1, 10, 12]]
+    assert not shadow.settle(3, 11), "another history"
+    assert shadow.settle(1, 11)
+    assert shadow.course.spans() == [[1, 11, 11]], "what is beyond will be trained again"
+    assert not shadow.settle(1, 10)
+
+
+def test_a_run_that_begins_anew_is_another_history() -> None:
+    shadow = followed()
+    shadow.begin(2)
+    shadow.seed(0, 0, 2, True)
+    for step in range(1, 11):
+        shadow.take(step, step - 1 if step > 1 else 0, step)
+    assert shadow.report() == Ready(3, [[0, 10]])
+    assert shadow.course.spans() == [[1, 5, 5], [1, 10, 10], [2, 0, 10]]
+    shadow.release(Release(10, 3))
+    assert shadow.course.spans() == [[2, 10, 10]]

@@ -10,8 +10,13 @@ import pytest
 import torch
 from support.shadow import JOB, TOKEN, FakeReceiver, Rank, wait
 from support.trainer import Step, Trainer, differing, over_the_wire
+from typer.testing import CliRunner
 
+from checkmate import parts
 from checkmate.checked import Endpoint
+from checkmate.cli import app
+from checkmate.config import CheckmateError
+from checkmate.persist.interchange import read_safetensors
 from checkmate.protocol import Boundary
 from checkmate.shadow.control import Limits
 from checkmate.shadow.daemon import Shadow, ShadowConfig
@@ -319,3 +324,38 @@ def test_a_run_that_begins_anew_never_goes_on_from_the_old_state(team: Team) -> 
     position = team.begin()
     assert position == (2, 2)
     assert differing(team.expected(), team.restored(position)) == []
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_exports_of_all_shadows_make_one_file(team: Team, tmp_path: Path, form: str) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    sockets = [str(team.folder / f"status{number}") for number in (0, 1)]
+    out = tmp_path / "state"
+    result = CliRunner().invoke(app, ["export", *sockets, str(out), "--format", form], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    state = torch.load(out, weights_only=True) if form == "torch" else read_safetensors(out)
+    assert state.keys() == {"model", "optimizer", "step"} and state["step"] == 1
+    expected = team.trainer.snapshot()
+    assert differing(dict(expected["model"]), {name: state["model"][name] for name in expected["model"]}) == []
+    fresh = Trainer()
+    fresh.optimizer.load_state_dict(state["optimizer"])
+    assert differing(expected["optimizer"]["state"], fresh.optimizer.state_dict()["state"]) == []
+
+
+def test_shards_that_do_not_make_a_whole_are_not_joined(team: Team, tmp_path: Path) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    files = [tmp_path / "0", tmp_path / "1"]
+    for shadow, file in zip(team.shadows, files, strict=True):
+        shadow.export(file)
+    first, second = (torch.load(file, weights_only=True) for file in files)
+    assert first["model"].keys().isdisjoint(second["model"])
+    with pytest.raises(CheckmateError, match=r"in none of these shards, for example .*: name the sockets of all"):
+        parts.join([first])
+    with pytest.raises(CheckmateError, match=r"of the steps \[1, 2\]"):
+        parts.join([first, {**second, "step": 2}])
+    with pytest.raises(CheckmateError, match="holds a whole state"):
+        parts.join([first, {"model": {}, "optimizer": {}, "step": 1}])
