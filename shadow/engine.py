@@ -351,6 +351,8 @@ class Engine:
         else:
             bucket = "" if event.bucket is None else f"bucket {event.bucket}: "
             log.warning("damage in iteration %s: %s%s (%s)", event.iteration, bucket, event.reason, event.where)
+            if not self._staging.needs(event.bucket):
+                return
             self._staging.add_damage(event.iteration, f"{bucket}{event.reason} ({event.where})")
 
     def _message(self, incarnation: int, rank: int, message: Message) -> None:

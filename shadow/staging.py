@@ -216,6 +216,11 @@ class Staging:
         for number in suspects:
             self.add_damage(number, reason)
 
+    def needs(self, bucket: int | None) -> bool:
+        """Whether a loss in this bucket matters, by the newest layout: if it errs, the bucket is missing later."""
+        newest = next(reversed(self._layouts.values()), None)
+        return bucket is None or newest is None or bucket not in newest.elsewhere
+
     def check(self, now: float) -> None:
         """Look for what should long be there; ``now`` in seconds of a monotonic clock."""
         missing = self._overdue()

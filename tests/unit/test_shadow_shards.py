@@ -17,7 +17,7 @@ from checkmate.checked import Endpoint
 from checkmate.cli import app
 from checkmate.config import CheckmateError
 from checkmate.persist.interchange import read_safetensors
-from checkmate.protocol import Boundary
+from checkmate.protocol import Boundary, Layout
 from checkmate.shadow.control import Limits
 from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
@@ -212,6 +212,21 @@ def test_a_step_that_one_shadow_lacks_is_not_committed_by_the_other(team: Team) 
     position = team.begin()
     assert position == (1, 1), "what the healthy one could have made alone would be lost to the job"
     assert differing(before, team.restored(position)) == []
+
+
+def test_what_another_shadow_needs_alone_may_be_lost_here(team: Team) -> None:
+    team.follow()
+    step = team.step()
+    team.committed(1)
+    layout = team.shards[0].part(step.layout)
+    assert isinstance(layout, Layout) and layout.elsewhere and layout.buckets
+    step = team.trainer.train()
+    team.receivers[0].damage(2, layout.elsewhere[0])
+    for bucket in layout.elsewhere:
+        step.buckets.pop(bucket)
+    team.tell(0, step)
+    wait(lambda: team.status(0)["ready"] == 2, f"readiness, {team.status(0)}")
+    assert team.status(0)["gap_count"] == 0
 
 
 def test_a_seed_of_all_heals_the_one_that_lost_a_step(team: Team) -> None:
