@@ -96,17 +96,34 @@ def lab(
     shadows: Shadows = 1,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
+    groups: Annotated[int, typer.Option(min=1, max=4, help="Data-parallel groups, each with shadows of its own.")] = 1,
+    interleaved: Annotated[
+        bool,
+        typer.Option(
+            "--interleaved",
+            help="Consecutive ranks are in different groups, as tensor parallelism and HSDP have it; otherwise in the "
+            "same, as the stages of a pipeline.",
+        ),
+    ] = False,
 ) -> None:
     """Build the demo's rack for scripts of your own, and keep it until Ctrl-C. Needs root.
 
-    Switch, controller and shadow run in network namespaces of this machine. Prints the commands to use it with.
+    Switch, controller and shadows run in network namespaces of this machine. Prints the commands to use it with.
     """
     from checkmate.lab import LabConfig  # noqa: PLC0415
     from checkmate.services import serve_lab  # noqa: PLC0415
 
     if mtu not in config.MTU_CHOICES:
         raise CheckmateError(f"--mtu {mtu}: allowed are {' and '.join(map(str, config.MTU_CHOICES))}")
-    lab_config = LabConfig(ranks, mtu, switch.value, ranks_per_host=ranks_per_host, shadows=shadows)
+    lab_config = LabConfig(
+        ranks,
+        mtu,
+        switch.value,
+        ranks_per_host=ranks_per_host,
+        shadows=shadows,
+        groups=groups,
+        interleaved=interleaved,
+    )
     serve_lab(lab_config, partial(Console().print, soft_wrap=True, markup=False, highlight=False))
 
 

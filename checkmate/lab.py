@@ -3,8 +3,8 @@
 Every host (of one rank or more), the shadow, the switch and the management network get a namespace of their own::
 
     PREFIX-r0 … PREFIX-rN   eth0 … ──► switch ports 1 … N        mgmt0 ──► management bridge
-    PREFIX-shadow0 …          rx0, rx1 ──► switch ports N+1, N+2   mgmt0 ──► management bridge
-    PREFIX-switch           p1 … pN+2                            mgmt0 ──► management bridge
+    PREFIX-shadow0 …        rx0, rx1 ──► switch ports N+1 …      mgmt0 ──► management bridge
+    PREFIX-switch           p1 …                                 mgmt0 ──► management bridge
     PREFIX-mgmt             br0, the bridge; the launcher and the controller run here
 
 All of it is removed when the lab closes. A lab whose owner was killed (its lock is free) is removed by the next
@@ -70,6 +70,9 @@ class LabConfig:
     """Size of a lab: ``ranks``, ``shadows``, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
 
     ``ranks_per_host``: ranks that share a host, which has ``nics`` interfaces; the last host may have fewer ranks.
+    ``groups``: data-parallel groups of equal size, each with ``shadows`` of its own, of one rank on each host.
+    Consecutive ranks are in the same one, as those of a pipeline's stages; ``interleaved``: in different ones, as with
+    tensor parallelism and HSDP.
     ``placement`` None: everything runs where the kernel puts it.
     """
 
@@ -81,6 +84,8 @@ class LabConfig:
     ranks_per_host: int = 1
     nics: int = 1
     shadows: int = 1
+    groups: int = 1
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.ranks_per_host < self.ranks:
@@ -88,14 +93,26 @@ class LabConfig:
                 f"{self.ranks} ranks, {self.ranks_per_host} on each host: the job needs two hosts or more; "
                 f"allowed: 1 to {self.ranks - 1} on each"
             )
+        if self.groups < 1 or self.ranks % self.groups or self.ranks // self.groups < config.MIN_RANKS:
+            raise CheckmateError(
+                f"{self.ranks} ranks cannot be {self.groups} groups of equal size with {config.MIN_RANKS} ranks or "
+                "more; change one of the two"
+            )
+        if self.groups > 1 and self.ranks_per_host > 1:
+            raise CheckmateError(
+                f"{self.groups} groups with {self.ranks_per_host} ranks on each host: a lab has several groups only "
+                "with one rank on each"
+            )
 
 
 def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
     """Topology of a lab whose namespaces begin with ``prefix``."""
     hosts = tuple(_lab_host(lab, prefix, h) for h in range(-(-lab.ranks // lab.ranks_per_host)))
     first = len(hosts) * lab.nics + 1
-    shadows = tuple(_lab_shadow(prefix, first, s) for s in range(lab.shadows))
-    ports = range(1, first + 2 * lab.shadows)
+    shadows = tuple(_lab_shadow(prefix, first, s) for s in range(lab.shadows * lab.groups))
+    ports = range(1, first + 2 * len(shadows))
+    names = [host.name for host in hosts for _ in range(host.ranks)]
+    size = lab.ranks // lab.groups
     return Topology(
         job=lab.job,
         mtu=lab.mtu,
@@ -109,12 +126,13 @@ def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
         ),
         hosts=hosts,
         shadows=shadows,
-        groups=(
+        groups=tuple(
             Group(
-                "dp0",
-                tuple(host.name for host in hosts for _ in range(host.ranks)),
-                tuple(shadow.name for shadow in shadows),
-            ),
+                f"dp{g}",
+                tuple(names[g :: lab.groups] if lab.interleaved else names[g * size :][:size]),
+                tuple(shadow.name for shadow in shadows[g * lab.shadows :][: lab.shadows]),
+            )
+            for g in range(lab.groups)
         ),
     )
 

@@ -2,7 +2,7 @@
 
 Restarts are torch's own elastic agent (the machinery behind ``torchrun``): one agent here when all hosts are network
 namespaces of this machine, else one agent on each host (``node``). Each worker is ``checkmate.rank``, which becomes the
-script in the rank's own namespace.
+script in the rank's own namespace. Ranks are numbered as ``Topology.places`` says.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from checkmate import config
 from checkmate.config import CheckmateError
 from checkmate.nccl_plugin.bpf.loader import CounterProgram
-from checkmate.topology import Group, Topology, load_topology
+from checkmate.topology import Topology, load_topology
 
 RENDEZVOUS_PORT = 29400
 _RENDEZVOUS_SECONDS = 300
@@ -50,18 +50,20 @@ class Job:
 def run_job(job: Job) -> None:
     """Run to the end; raises CheckmateError when the script fails for good."""
     topology = load_topology(job.topology_file)
-    group = _only_group(topology)
+    names = _hosts(topology)
+    if job.attach:
+        _check_shadows(topology)
     if not job.script.is_file():
         raise CheckmateError(f"script {job.script} does not exist or is not a file")
-    local = all(topology.host(name).netns for name in group.ranks)
-    if not local and job.node not in group.ranks:
-        raise CheckmateError(f"--node {job.node!r} is not a host of group {group.name}: use one of {list(group.ranks)}")
+    local = all(topology.host(name).netns for name in names)
+    if not local and job.node not in names:
+        raise CheckmateError(f"--node {job.node!r} is not a host with ranks: use one of {names}")
     if job.logs is not None:
         try:
             job.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckmateError(f"--logs {job.logs}: {error.strerror}; name a directory of yours") from None
-    launch_config = _launch_config(topology, group, job, local)
+    launch_config = _launch_config(topology, names, job, local)
     _require_own_address(launch_config.local_addr, "registrar" if local else f"management_ip of {job.node}")
     worker = ["-P", "-m", "checkmate.rank", str(job.topology_file), str(job.script), *job.args]
     here = {} if local or job.node is None else {"CHECKMATE_NODE": job.node}
@@ -78,7 +80,7 @@ def run_job(job: Job) -> None:
 
 
 def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
-    """What every rank of the job finds in its environment; ``counter_map``: where the map is pinned."""
+    """What all ranks of the job find in their environment; ``counter_map``: where the map is pinned."""
     plugin = str(config.library("libcheckmate_net.so"))
     values = {
         "NCCL_NET_PLUGIN": plugin,
@@ -91,24 +93,24 @@ def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> d
         "CHECKMATE_DSCP": str(topology.dscp_tag),
     }
     if job.attach:
-        group = _only_group(topology)
         values["CHECKMATE_JOB"] = topology.job
         values["CHECKMATE_TOKEN_FILE"] = str(topology.token_file)
-        values["CHECKMATE_SHADOWS"] = ",".join(str(topology.shadow(name).control) for name in group.shadows)
+        of_groups = dict.fromkeys(name for group in topology.groups for name in group.shadows)
+        values["CHECKMATE_JOB_SHADOWS"] = topology.controls(of_groups)
     if counter_map is not None:
         values["CHECKMATE_COUNTER_MAP"] = str(counter_map)
     return values
 
 
-def _launch_config(topology: Topology, group: Group, job: Job, local: bool) -> LaunchConfig:
-    nodes = 1 if local else len(group.hosts)
-    first = topology.registrar.host if local else topology.host(group.ranks[0]).management_ip
+def _launch_config(topology: Topology, names: Sequence[str], job: Job, local: bool) -> LaunchConfig:
+    nodes = 1 if local else len(names)
+    first = topology.registrar.host if local else topology.host(names[0]).management_ip
     here = first if local or job.node is None else topology.host(job.node).management_ip
     redirect = Std.ALL if job.logs else Std.NONE
     return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
-        nproc_per_node=len(group.ranks) if local or job.node is None else topology.host(job.node).ranks,
+        nproc_per_node=len(topology.places) if local or job.node is None else topology.host(job.node).ranks,
         run_id=topology.job,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{first}:{RENDEZVOUS_PORT}",
@@ -132,10 +134,34 @@ def _require_own_address(address: str | None, field: str) -> None:
             ) from None
 
 
-def _only_group(topology: Topology) -> Group:
-    if len(topology.groups) != 1:
-        raise CheckmateError(f"groups: {len(topology.groups)} given; a job runs one data-parallel group for now")
-    return topology.groups[0]
+def _hosts(topology: Topology) -> list[str]:
+    """Hosts that run ranks, in the order of their ranks; CheckmateError where a job cannot number its ranks so."""
+    names = list(dict.fromkeys(place.host.name for place in topology.places))
+    for index, group in enumerate(topology.groups):
+        members = topology.members(group)
+        if members != sorted(members):
+            in_order = [topology.places[rank].host.name for rank in sorted(members)]
+            raise CheckmateError(
+                f"groups[{index}].ranks: {list(group.ranks)} cannot be used by a job, which numbers its ranks in the "
+                f"order of hosts, as torch does in {group.name}; write {in_order}, or change the order of hosts"
+            )
+    return names
+
+
+def _check_shadows(topology: Topology) -> None:
+    for shadow in topology.shadows:
+        followed = [group.name for group in topology.groups if shadow.name in group.shadows]
+        if len(followed) > 1:
+            raise CheckmateError(
+                f"shadow {shadow.name} is in the groups {', '.join(followed)}; a shadow follows one group: give each a "
+                "shadow of its own"
+            )
+    without = [group.name for group in topology.groups if not group.shadows]
+    if without and len(without) < len(topology.groups):
+        raise CheckmateError(
+            f"groups: {', '.join(without)} has no shadow, others have; what one group lost the others could not go on "
+            "without: give every group a shadow, or none"
+        )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def main() -> None:
     topology_file, script, *args = sys.argv[1:]
     topology = load_topology(Path(topology_file))
     rank = _rank(topology)
-    host = topology.host(topology.groups[0].ranks[rank])
+    host = topology.places[rank].host
     libc = ctypes.CDLL(None, use_errno=True)
     # An agent that is killed can't stop its ranks: they must not outlive it.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -28,7 +28,7 @@ def main() -> None:
         with Path("/run/netns", host.netns).open() as netns:
             if libc.setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host.netns}")
-    os.environ.update(rank_environment(topology, rank))
+    os.environ.update(rank_environment(topology, rank, attach="CHECKMATE_JOB" in os.environ))
     os.execv(sys.executable, [sys.executable, "-P", "-u", "-m", "checkmate.train.bootstrap", script, *args])
 
 
@@ -37,24 +37,31 @@ def _rank(topology: Topology) -> int:
     node = os.environ.get("CHECKMATE_NODE")
     if node is None:
         return int(os.environ["RANK"])
-    return topology.groups[0].ranks.index(node) + int(os.environ["LOCAL_RANK"])
+    return [place.host.name for place in topology.places].index(node) + int(os.environ["LOCAL_RANK"])
 
 
-def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
-    """What this rank alone finds in its environment: its place, its NICs, and who shares a host with whom."""
-    group = topology.groups[0]
-    host = topology.host(group.ranks[rank])
-    local = group.ranks[:rank].count(host.name)
+def rank_environment(topology: Topology, rank: int, attach: bool = False) -> dict[str, str]:
+    """What this rank alone finds in its environment: its place (scripts may look, too), its group's shadows, its NICs,
+    and who shares a host with whom."""
+    place = topology.places[rank]
+    group, host = place.group, place.host
+    local = [other.host.name for other in topology.places[:rank]].count(host.name)
     # NCCL finds out itself which NIC is nearest to a GPU, and must see the same ones on all ranks of a machine.
     nics = host.nics_of(local) if host.netns else host.nics
     values = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(host.ranks),
+        "CHECKMATE_GROUP": group.name,
+        "CHECKMATE_GROUP_INDEX": str(topology.groups.index(group)),
+        "CHECKMATE_GROUP_COUNT": str(len(topology.groups)),
+        "CHECKMATE_GROUP_RANKS": ",".join(map(str, topology.members(group))),
         "CHECKMATE_IFNAME": "=" + ",".join(nic.name for nic in nics),
     }
     if max(group.host_ranks) > 1:
         values["CHECKMATE_HOST_RANKS"] = ",".join(map(str, group.host_ranks))
+    if attach:
+        values["CHECKMATE_SHADOWS"] = topology.controls(group.shadows)
     return values
 
 

@@ -135,14 +135,22 @@ def serve_lab(config: LabConfig, say: Callable[[str], None]) -> None:
     command = f"{sys.executable} -P -m checkmate"
     with sigterm_interrupts(), suppress(KeyboardInterrupt), Lab(config, say=say) as lab:
         services = Services(lab).start()
+        groups = {
+            group.name: [
+                str(socket)
+                for shadow, socket in zip(lab.topology.shadows, services.shadow_sockets, strict=True)
+                if shadow.name in group.shadows
+            ]
+            for group in lab.topology.groups
+        }
         say(
             f"ready; in another terminal:\n"
             f"  nsenter --net=/run/netns/{lab.management} {command} run --bpf {lab.bpf} "
             f"--topology {services.topology_file} YOUR_SCRIPT.py\n"
             + "".join(f"  {command} status {socket}\n" for socket in services.shadow_sockets)
             + f"  {command} status {services.controller_socket}\n"
-            f"  {command} export {' '.join(map(str, services.shadow_sockets))} state.pt\n"
-            f"logs are in {lab.directory}; Ctrl-C ends and removes all"
+            + "".join(f"  {command} export {' '.join(sockets)} {name}.pt\n" for name, sockets in groups.items())
+            + f"logs are in {lab.directory}; Ctrl-C ends and removes all"
         )
         while True:
             services.check()

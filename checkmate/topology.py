@@ -5,6 +5,7 @@ wrong at once. The dataclasses are plain values: every other part of Checkmate o
 """
 
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ from checkmate.rack import Group, Host, Link, Nic, Shadow, Switch
 from checkmate.rack_checks import cross_check
 
 __all__ = [
-    "Endpoint", "Group", "Host", "Link", "Nic", "Shadow", "Switch", "Topology", "TopologyError",
+    "Endpoint", "Group", "Host", "Link", "Nic", "Place", "Shadow", "Switch", "Topology", "TopologyError",
     "load_topology", "mac_to_int", "read_token",
 ]  # fmt: skip
 
@@ -33,6 +34,15 @@ class TopologyError(CheckmateError):
     def __init__(self, source: str, problems: list[str]) -> None:
         self.problems = problems
         super().__init__("\n".join([f"{source}: {len(problems)} to fix", *(f"  {line}" for line in problems)]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of the job runs: its host, its data-parallel group, and its rank in that group."""
+
+    host: Host
+    group: Group
+    index: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,25 @@ class Topology:
         """Hosts, then shadows."""
         return (*self.hosts, *self.shadows)
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of every rank of the job, by its number: host by host, on each its groups, both in the order of the file.
+
+        That is torchrun's numbering (node rank x ranks per node + local rank).
+        """
+        return tuple(
+            Place(host, group, index)
+            for host in self.hosts
+            for group in self.groups
+            for index, name in enumerate(group.ranks)
+            if name == host.name
+        )
+
+    def members(self, group: Group) -> list[int]:
+        """Numbers of the group's ranks, by their rank in the group."""
+        numbers = {place.index: rank for rank, place in enumerate(self.places) if place.group is group}
+        return [numbers[index] for index in range(len(group.ranks))]
+
     def host(self, name: str) -> Host:
         """Host of that name; raises CheckmateError when there is none."""
         found: Host = rack.named(self.hosts, name, "host")
@@ -64,6 +93,10 @@ class Topology:
         """Shadow of that name; raises CheckmateError when there is none."""
         found: Shadow = rack.named(self.shadows, name, "shadow")
         return found
+
+    def controls(self, shadows: Iterable[str]) -> str:
+        """Control addresses of these shadows, as the environment of a rank lists them."""
+        return ",".join(str(self.shadow(name).control) for name in shadows)
 
     def read_token(self) -> bytes:
         """The shared job token; raises CheckmateError when the file is missing, too short or readable by all."""

@@ -44,10 +44,10 @@ class _Layer(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
+        batch, time, _ = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
-        x = x + self.drop(self.project(attended.transpose(1, 2).reshape(batch, time, width)))
+        x = x + self.drop(self.project(attended.transpose(1, 2).flatten(2)))
         return x + self.drop(self.mlp(self.norm_mlp(x)))
 
 

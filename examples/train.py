@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step")
     parser.add_argument("--block", type=int, default=64, help="tokens per window")
@@ -35,11 +35,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=Path("/usr/share/common-licenses"), help="folder of text files")
     parser.add_argument("--out", type=Path, help="where rank 0 saves the final state")
     parser.add_argument("--metrics", type=Path, help="file to which each rank appends its loss of every step")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = argument_parser().parse_args()
     torch.set_num_threads(args.threads)
     use_cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if use_cuda else "gloo")

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
-from train import parameter_groups, parse_arguments, report, save, warmup_cosine
+from train import argument_parser, parameter_groups, report, save, warmup_cosine
 
 import checkmate
 from checkmate.nccl_plugin.ring import backend  # noqa: F401 - for CPU tensors; with NCCL the plugin is enough
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = argument_parser(__doc__).parse_args()
     torch.set_num_threads(args.threads)
     use_cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if use_cuda else "checkmate")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,17 +55,18 @@ def attach_unless(
 ) -> Checkpoint:
     """``attach``, unless a rank knows a ``problem``: then CheckmateError on all."""
     problem = problem or checks.refusal(ddp, optimizer, stateful, masters)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise CheckmateError(problem or "not a DistributedDataParallel")
+    if not dist.is_initialized():
+        raise CheckmateError(problem or "torch.distributed is not initialised")
     registry.install()
     TRACKER.install()
-    peers = Peers(ddp)
+    peers = Peers(getattr(ddp, "process_group", None), getattr(ddp, "device", torch.device("cpu")))
     parts: tuple[Settings, list[Shard], TagPlugin, RankState, Masters] | None = None
     if problem is None:
         try:
             state = RankState(ddp.module, optimizer, stateful, peers.rank, peers.world)
             state.check()
             settings = Settings.from_environment()
+            settings.check_members(peers.members, peers.job)
             shards = cut(ddp.module, len(settings.shadows))
             parts = settings, shards, load_plugin(), state, Masters(ddp.module, masters)
         except (CheckmateError, OSError) as error:

@@ -1,7 +1,8 @@
 """``python -m checkmate.train.bootstrap SCRIPT ARGS…``: run an unmodified training script with Checkmate attached.
 
-Attaching and resuming happen when the script first iterates a DataLoader or calls forward, once there is a
-DistributedDataParallel module and an optimizer of its parameters: that is before anything depends on the data order.
+Attaching and resuming happen when the script first iterates a DataLoader, calls forward or, in a job of several groups,
+sends to or receives from a rank, once there is a DistributedDataParallel module and an optimizer of its parameters.
+That is before anything depends on the data order, and before a rank waits for another one that already attaches.
 If the run cannot be followed, one warning says why and the script runs as it would alone; but when state exists and
 cannot be restored, the script stops. Without CHECKMATE_SHADOWS nothing is attached; with CHECKMATE_BACKEND=checkmate
 the script still communicates through the plugin.
@@ -13,6 +14,7 @@ import os
 import runpy
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from checkmate.config import CheckmateError
 from checkmate.train import registry
 from checkmate.train.attach import ATTACHED, attach_unless
 from checkmate.train.checkpoint import Checkpoint
+from checkmate.train.checks import sharded
 from checkmate.train.data import TRACKER
-from checkmate.train.settings import SHADOWS
+from checkmate.train.fleet import Unrestorable
+from checkmate.train.settings import GROUP_COUNT, SHADOWS
 
 log = logging.getLogger("checkmate")
 
@@ -47,6 +51,8 @@ class AutoAttach:
         registry.install()
         TRACKER.install()
         TRACKER.before_iterate = self._try_attach
+        if int(os.environ.get(GROUP_COUNT) or 1) > 1:
+            _before_point_to_point(self._before_message)
         original = DistributedDataParallel.__init__
 
         @functools.wraps(original)
@@ -69,10 +75,15 @@ class AutoAttach:
         if self._checkpoint is not None:
             self._checkpoint.before_forward()  # its own hook takes effect from the next forward
 
+    def _before_message(self) -> None:
+        if not self._is_over:
+            self._try_attach()
+
     def _try_attach(self) -> None:
         modules = [module for reference in self._modules if (module := reference()) is not None]
         optimizers = [item for item in registry.optimizers() if any(_trains(item, module) for module in modules)]
         if self._is_over or not optimizers:
+            self._refuse_shards()
             return
         self._is_over = True
         TRACKER.before_iterate = None
@@ -85,12 +96,36 @@ class AutoAttach:
             problem = f"the script has {len(optimizers)} optimizers of the model: one must hold all parameters"
         try:
             self._checkpoint = attach_unless(problem, modules[0], optimizers[0], {}, {})
+        except Unrestorable:
+            raise
         except CheckmateError as error:
             log.warning("not attached: %s; training goes on without checkpoints", error)
         except Exception:
             log.exception("not attached because of an error of Checkmate's own; training goes on without checkpoints")
         if self._checkpoint is not None:
             self._checkpoint.resume()
+
+    def _refuse_shards(self) -> None:
+        """A script without DistributedDataParallel whose parameters are spread over ranks will never have one."""
+        params = [param for item in registry.optimizers() for group in item.param_groups for param in group["params"]]
+        if not self._is_over and not self._modules and (problem := sharded(params)) is not None:
+            self._is_over = True
+            TRACKER.before_iterate = None
+            log.warning("not attached: %s; training goes on without checkpoints", problem)
+
+
+def _before_point_to_point(work: Callable[[], None]) -> None:
+    """Call ``work`` before each message between two ranks: a stage without data of its own begins with one."""
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
+        original = getattr(dist, name)
+
+        def wrapped(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            work()
+            return _original(*args, **kwargs)
+
+        for module in modules:
+            setattr(module, name, functools.wraps(original)(wrapped))
 
 
 def _own_loop(module: DistributedDataParallel) -> str | None:

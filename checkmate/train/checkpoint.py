@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import metrics, plain
@@ -192,7 +193,7 @@ class Checkpoint:
             self._coordinator.close(CLOSE_S)
         self._links.close(CLOSE_S)
         if self._links.dropped:
-            log.warning("rank %d: %d message(s) to the shadow were dropped", self._peers.rank, self._links.dropped)
+            log.warning("rank %d: %d message(s) to the shadow were dropped", self._peers.number, self._links.dropped)
 
     # Start
 
@@ -201,23 +202,56 @@ class Checkpoint:
 
         Raises CheckmateError on all ranks when they hold state that can't be restored.
         """
-        begun, position, problem = None, None, None
+        begun, position = None, None
+        problem: CheckmateError | None = None
         if self._peers.rank == 0:
             try:
                 begun = self._try_begin()
-                position = begun.position() if begun is not None else None
             except Unrestorable as error:
                 problem = error
-        if self._peers.find(problem is not None):
+        incarnation = max(self._peers.gather(begun.incarnation if begun else 0))
+        if begun is not None:
+            try:
+                if begun.incarnation != incarnation:
+                    begun = self._fleet.begin(BEGIN_S, incarnation)
+                position = begun.position()
+            except (ShadowError, Unrestorable) as error:
+                problem = error
+        if failed := self._peers.find(problem is not None):
             self.close(finished=False)
-            raise problem or CheckmateError("the shadows' state can't be restored: see the message of rank 0")
-        incarnation = self._peers.gather(begun.incarnation if begun else 0)[0]
-        history, step = (self._peers.gather(value)[0] for value in position or (-1, -1))
-        if incarnation:
+            raise problem or Unrestorable(f"the shadows' state can't be restored: see the message of rank(s) {failed}")
+        held = self._agree(position)
+        found = self._peers.find(begun is not None)
+        if found == self._peers.leaders:
             self._adopt(incarnation, None)
-        else:
+        elif len(self._peers.leaders) == 1:
             self._admission = self._search()
-        return None if step < 0 else (history, step)
+        else:
+            log.warning(
+                "rank %d: shadows of other groups than those of rank(s) %s can't be reached; this run goes on without "
+                "checkpoints",
+                self._peers.number,
+                found,
+            )
+        return held
+
+    def _agree(self, position: Position | None) -> Position | None:
+        """Where the whole job goes on: at the oldest step of those that the groups' shadows have; None: all are empty.
+
+        Raises CheckmateError on all ranks when they can't be at one step.
+        """
+        mine = position or (-1, -1)
+        histories, steps = ([self._peers.gather(value)[rank] for rank in self._peers.leaders] for value in mine)
+        if max(steps) < 0:
+            return None
+        if min(steps) < 0 or len(set(histories)) > 1:
+            self.close(finished=False)
+            has = "; ".join(f"rank {rank}'s: {step}" for rank, step in zip(self._peers.leaders, steps, strict=True))
+            raise Unrestorable(
+                f"the shadows of the job's groups hold no common step (by group: {has}; -1: none, or not reached): no "
+                "rank goes on, so that states are never mixed; make all reachable, or restart all shadows of the job"
+            )
+        return histories[0], min(steps)
 
     def _try_begin(self) -> Beginning | None:
         """A shadow that is just starting is given some time, one that refuses is not."""
@@ -240,16 +274,17 @@ class Checkpoint:
         self._incarnation = incarnation
         self._plugin.set_incarnation(incarnation)
         self._links.open(incarnation)
-        if self._peers.rank == 0 and len(self._everybody) > 1:
+        if self._peers.number == 0 and len(self._everybody) > 1:
             self._coordinator = Coordinator(self._everybody, incarnation)
         if not self._links.wait(lambda: self._links.settled, BEGIN_S):
-            log.warning("rank %d has no records connection to a shadow yet", self._peers.rank)
+            log.warning("rank %d has no records connection to a shadow yet", self._peers.number)
 
     def _search(self) -> Admission:
         """Look for the shadows in the background."""
         store: Any = dist.distributed_c10d._get_default_store()
         begin = functools.partial(self._fleet.begin, BEGIN_S) if self._peers.rank == 0 else None
-        return Admission(store.clone(), self._peers.world, begin, self._adopt, self._seeder.request)
+        of_group = PrefixStore(f"checkmate/{self._peers.attempt}/{self._peers.members[0]}", store.clone())
+        return Admission(of_group, self._peers.world, begin, self._adopt, self._seeder.request)
 
     def _greeting(self, shard: Shard) -> Sequence[Message]:
         layout = shard.part(self._layout) if self._layout is not None else None
@@ -282,7 +317,7 @@ class Checkpoint:
             self._hook.register(self._ddp)
         self._history, self._step = held
         metrics.note("restore", **self._where(), seconds=time.monotonic() - start)
-        log.info("rank %d restored step %d", self._peers.rank, self._step)
+        log.info("rank %d restored step %d", self._peers.number, self._step)
 
     def _load(self, held: Position) -> None:
         packed, boundary = self._fleet.restore(self._incarnation, held)
@@ -447,7 +482,7 @@ class Checkpoint:
         return reason
 
     def _where(self) -> dict[str, int]:
-        return {"rank": self._peers.rank, "incarnation": self._incarnation, "step": self._step}
+        return {"rank": self._peers.number, "incarnation": self._incarnation, "step": self._step}
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Nothing of ours may kill training: on an error, stop following it, loudly."""
@@ -488,7 +523,7 @@ class Checkpoint:
         if self._training and self._followed and not self._links.wait(is_settled, CLOSE_S):
             log.warning(
                 "rank %d: the shadow committed step %s, the last step is %d",
-                self._peers.rank,
+                self._peers.number,
                 self._links.committed,
                 self._step,
             )

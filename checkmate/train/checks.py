@@ -1,7 +1,7 @@
 """What a shadow cannot follow is refused when it is attached, by name and with the reason."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ CARRIERS = ["checkmate", "nccl"]
 """Back ends whose all-reduce goes through the plugin."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
+_ROADMAP = "use DistributedDataParallel; what comes next is in README.md, Roadmap"
 
 
 def refusal(
@@ -28,7 +29,8 @@ def refusal(
 ) -> str | None:
     """Why this model and optimizer cannot be followed, None when they can."""
     if not isinstance(ddp, DistributedDataParallel):
-        return f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
+        reason = sharded(ddp.parameters()) if isinstance(ddp, nn.Module) else None
+        return reason or f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
     checks = (
         _group(ddp),
         _module(ddp),
@@ -40,6 +42,27 @@ def refusal(
         for reason in reasons:
             return reason
     return None
+
+
+def sharded(params: Iterable[Tensor]) -> str | None:
+    """Why parameters that ranks hold parts of, those of FSDP, cannot be followed; None when there are none."""
+    shards = [param for param in params if is_shard(param)]
+    if any({"Replicate", "Shard"} <= {type(p).__name__ for p in getattr(param, "placements", ())} for param in shards):
+        return (
+            "the parameters are sharded, with replicas (HSDP): the all-reduce over the replicas could be followed, but "
+            f"is not yet; {_ROADMAP}"
+        )
+    if shards:
+        return (
+            "the parameters are sharded (FSDP): gradients are reduce-scattered, and reduced ones never cross the "
+            f"network; {_ROADMAP}"
+        )
+    return None
+
+
+def is_shard(param: Tensor) -> bool:
+    """Whether a parameter is one of FSDP's or another that several ranks hold parts of."""
+    return any(base.__name__ in ("DTensor", "FlatParameter") for base in type(param).__mro__)
 
 
 def _group(ddp: DistributedDataParallel) -> Iterator[str]:
@@ -90,6 +113,8 @@ def _optimizer(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]
 ) -> Iterator[str]:
     cls = type(optimizer)
+    if cls.__name__ == "ZeroRedundancyOptimizer":
+        yield f"ZeroRedundancyOptimizer holds the state of some parameters on each rank; {_ROADMAP}"
     if cls not in FOLLOWED:
         names = ", ".join(kind.__name__ for kind in FOLLOWED)
         yield (

@@ -67,9 +67,12 @@ class Fleet:
         self.clients = clients
         self.shards = shards
 
-    def begin(self, call_s: float) -> Beginning:
-        """Open one incarnation on all; raises ShadowError when one can't, Unrestorable when others hold state then."""
-        outcomes = self._try_each(lambda client, _: client.begin(0, call_s))
+    def begin(self, call_s: float, proposed: int = 0) -> Beginning:
+        """Open one incarnation, at least ``proposed``, on all.
+
+        Raises ShadowError when one can't, Unrestorable when others hold state then.
+        """
+        outcomes = self._try_each(lambda client, _: client.begin(proposed, call_s))
         begun = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, Begun)}
         if failed := {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, ShadowError)}:
             first = next(iter(failed.values()))

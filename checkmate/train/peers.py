@@ -1,27 +1,37 @@
-"""What the ranks of a DDP module tell each other before training."""
+"""What the ranks of a job tell each other before training."""
+
+import secrets
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 
 class Peers:
-    """Collective calls: every rank makes the same ones in the same order."""
+    """Collective calls of all ranks of the job: every rank makes the same ones in the same order.
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._group = ddp.process_group
-        self._device = ddp.device
-        self.rank = dist.get_rank(self._group)
-        self.world = dist.get_world_size(self._group)
+    ``rank`` and ``world``: of this rank in its data-parallel group; ``number``: in the job; ``members``: numbers of the
+    group's ranks; ``leaders``: of each group's first rank. ``attempt``: a number that no other start of the job has; a
+    launcher's store may outlive it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.members = dist.get_process_group_ranks(group)
+        self.world = len(self.members)
+        self.number = dist.get_rank()
+        self.job = dist.get_world_size()
+        self.attempt = self.gather(secrets.randbits(62))[0]
+        self.leaders = sorted(set(self.gather(self.members[0])))
 
     def gather(self, value: int) -> list[int]:
-        """One whole number of every rank."""
-        values = torch.zeros(self.world, dtype=torch.int64, device=self._device)
-        values[self.rank] = value
-        torch.distributed.all_reduce(values, group=self._group)
+        """One whole number of every rank of the job."""
+        values = torch.zeros(self.job, dtype=torch.int64, device=self._device)
+        values[self.number] = value
+        dist.all_reduce(values)
         gathered: list[int] = values.tolist()
         return gathered
 
     def find(self, mine: bool) -> list[int]:
-        """Ranks on which ``mine`` is true."""
-        return [rank for rank, value in enumerate(self.gather(int(mine))) if value]
+        """Numbers of the ranks on which ``mine`` is true."""
+        return [number for number, value in enumerate(self.gather(int(mine))) if value]

@@ -1,6 +1,7 @@
 """What the launcher tells a training process through the environment."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ SHADOWS = "CHECKMATE_SHADOWS"
 JOB_SHADOWS = "CHECKMATE_JOB_SHADOWS"
 TOKEN_FILE = "CHECKMATE_TOKEN_FILE"
 JOB = "CHECKMATE_JOB"
+GROUP = "CHECKMATE_GROUP"
+GROUP_COUNT = "CHECKMATE_GROUP_COUNT"
+GROUP_RANKS = "CHECKMATE_GROUP_RANKS"
 VERIFY = "CHECKMATE_VERIFY"
 VERIFY_SHARE = 0.0005
 """Of rank 0's training time that goes into digests, unless CHECKMATE_VERIFY says otherwise."""
@@ -23,6 +27,7 @@ class Settings:
     take.
 
     ``shadows``: each holds a shard of the group's parameters, in this order. ``job_shadows``: of all groups of the job.
+    ``members``: which ranks of the job are in the group; None: all.
     """
 
     shadows: tuple[Endpoint, ...]
@@ -30,6 +35,8 @@ class Settings:
     job: str
     verify: float = VERIFY_SHARE
     job_shadows: tuple[Endpoint, ...] = ()
+    group: str = ""
+    members: tuple[int, ...] | None = None
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -44,6 +51,20 @@ class Settings:
             _required(JOB, "the job's name"),
             _share(os.environ.get(VERIFY, "").strip()),
             _addresses(JOB_SHADOWS, everybody) if everybody else shadows,
+            os.environ.get(GROUP, ""),
+            _numbers(os.environ.get(GROUP_RANKS, "")),
+        )
+
+    def check_members(self, members: Sequence[int], job: int) -> None:
+        """Raise CheckmateError unless gradients are reduced over exactly the group's ranks; ``job``: number of all."""
+        wanted = list(range(job) if self.members is None else self.members)
+        if list(members) == wanted:
+            return
+        name = f"the topology's group {self.group}" if self.group else "this job, which has one group,"
+        raise CheckmateError(
+            f"the module's gradients are reduced over the ranks {list(members)}, but {name} consists of {wanted}: give "
+            f"the module process_group=torch.distributed.new_group({wanted}) or the mesh's dimension with these ranks, "
+            "or change the topology's groups"
         )
 
 
@@ -52,6 +73,15 @@ def _required(name: str, meaning: str) -> str:
     if not value:
         raise CheckmateError(f"{name} is not set: it must be {meaning}; `checkmate run` sets it, or set it yourself")
     return value
+
+
+def _numbers(value: str) -> tuple[int, ...] | None:
+    if not value.strip():
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise CheckmateError(f"{GROUP_RANKS}={value} is not a list of rank numbers, for example 0,2") from None
 
 
 def _share(value: str) -> float:

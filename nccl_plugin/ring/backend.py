@@ -155,6 +155,7 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._timeout = timeout
+        self._name = self._description = ""
         self._pending: list[RingWork] = []
         self._lock = threading.Lock()
         try:
@@ -192,6 +193,25 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Name of the backend."""
         return "checkmate"
+
+    # torch keeps a group's name in the group's back ends, and a process group of our own has none: device meshes and
+    # functional collectives look it up.
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """As torch named the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says that the group is for."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Time-out of operations from now on."""
@@ -247,19 +267,25 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
         """Collect every rank's tensor on all ranks, one output tensor for each rank."""
         name = "allgather"
         outputs, tensor = _single(output_tensors, name), _single(input_tensors, name)
-        return self._gather_all(name, outputs, tensor, opts or AllgatherOptions(), outputs)
+        task = self._gather_task(name, outputs, tensor, opts or AllgatherOptions())
+        return self._start(name, outputs, [task], keep=(outputs, tensor))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> RingWork:
         """Collect every rank's tensor on all ranks in one output tensor."""
-        name = "all_gather_into_tensor"
-        if output.numel() != input.numel() * self._size:
-            raise CheckmateError(
-                f"{name}: the output has {output.numel()} elements, not {self._size} x {input.numel()}"
-            )
-        _check([output, input], name)
-        return self._gather_all(name, _views(output, self._size), input, opts or AllgatherOptions(), [output])
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> RingWork:
+        """``all_gather_single`` of each of several tensors."""
+        name, opts = "all_gather_into_tensor", opts or AllgatherOptions()
+        parts = [self._parts(name, output, input) for output, input in zip(outputs, inputs, strict=True)]
+        tasks = [self._gather_task(name, p, input, opts) for p, input in zip(parts, inputs, strict=True)]
+        return self._start(name, outputs, tasks, keep=(outputs, inputs, parts))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(  # type: ignore[override]
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
@@ -267,28 +293,35 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
         """Reduce one input tensor for each rank over all ranks; each rank gets its own."""
         name = "reduce_scatter"
         output, inputs = _single(output_tensors, name), _single(input_tensors, name)
-        return self._scatter_reduced(name, output, inputs, opts or dist.ReduceScatterOptions())
+        task = self._scatter_task(name, output, inputs, opts or dist.ReduceScatterOptions())
+        return self._start(name, [output], [task], keep=(inputs, output))
 
     def reduce_scatter_single(
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
     ) -> RingWork:
         """Reduce one tensor over all ranks; each rank gets its part."""
-        name = "reduce_scatter_tensor"
-        if inputTensor.numel() != outputTensor.numel() * self._size:
-            raise CheckmateError(
-                f"{name}: the input has {inputTensor.numel()} elements, not {self._size} x {outputTensor.numel()}"
-            )
-        _check([outputTensor, inputTensor], name)
-        parts = _views(inputTensor, self._size)
-        return self._scatter_reduced(name, outputTensor, parts, opts or dist.ReduceScatterOptions())
+        return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> RingWork:
+        """``reduce_scatter_single`` of each of several tensors."""
+        name, opts = "reduce_scatter_tensor", opts or dist.ReduceScatterOptions()
+        parts = [self._parts(name, input, output) for output, input in zip(outputs, inputs, strict=True)]
+        tasks = [self._scatter_task(name, output, p, opts) for output, p in zip(outputs, parts, strict=True)]
+        return self._start(name, outputs, tasks, keep=(outputs, inputs, parts))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> RingWork:
         """Wait until all ranks have come here."""
         # Nobody has every rank's byte before every rank has sent its own.
         mine, all_of_us = torch.zeros(1, dtype=torch.uint8), torch.zeros(self._size, dtype=torch.uint8)
-        return self._gather_all("barrier", _views(all_of_us, self._size), mine, opts or dist.BarrierOptions(), [])
+        parts = _views(all_of_us, self._size)
+        task = self._gather_task("barrier", parts, mine, opts or dist.BarrierOptions())
+        return self._start("barrier", [], [task], keep=(parts, mine))
 
     def gather(  # type: ignore[override]
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
@@ -357,20 +390,25 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
         timeout_s = _seconds(getattr(opts, "timeout", None), self._timeout)
         return Task(func, _BYTES, count, inputs, outputs, root=root, timeout_s=timeout_s)
 
-    def _gather_all(
-        self, name: str, parts: list[torch.Tensor], tensor: torch.Tensor, opts: Any, outputs: list[torch.Tensor]
-    ) -> RingWork:
+    def _parts(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of ``whole``, one of each rank and of the size of ``part``."""
+        if whole.numel() != part.numel() * self._size:
+            raise CheckmateError(
+                f"{name}: the larger tensor has {whole.numel()} elements, not {self._size} x {part.numel()}"
+            )
+        _check([whole, part], name)
+        return _views(whole, self._size)
+
+    def _gather_task(self, name: str, parts: list[torch.Tensor], tensor: torch.Tensor, opts: Any) -> Task:
         _check([*parts, tensor], name)
         _same_sizes(parts, tensor.numel(), self._size, name)
         pointers = [part.data_ptr() for part in parts]
-        func = lib().CKM_RING_ALLGATHER
-        task = self._byte_task(func, _bytes(tensor), [tensor.data_ptr()], pointers, opts)
-        return self._start(name, outputs, [task], keep=(parts, tensor))
+        return self._byte_task(lib().CKM_RING_ALLGATHER, _bytes(tensor), [tensor.data_ptr()], pointers, opts)
 
-    def _scatter_reduced(self, name: str, output: torch.Tensor, parts: list[torch.Tensor], opts: Any) -> RingWork:
+    def _scatter_task(self, name: str, output: torch.Tensor, parts: list[torch.Tensor], opts: Any) -> Task:
         _check([*parts, output], name)
         _same_sizes(parts, output.numel(), self._size, name)
-        task = Task(
+        return Task(
             func=lib().CKM_RING_REDUCESCATTER,
             dtype=_dtype(output, name),
             count=output.numel(),
@@ -379,7 +417,6 @@ class ProcessGroupCheckmate(dist.ProcessGroup):
             redop=_reduction(opts.reduceOp, name),
             timeout_s=_seconds(opts.timeout, self._timeout),
         )
-        return self._start(name, [output], [task], keep=(parts, output))
 
     def _exchange(
         self,
@@ -428,10 +465,6 @@ for _name in (
     "all_to_all_single",
     "recv_anysource",
     "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
     "split_group",
     "merge_remote_group",
 ):

@@ -19,6 +19,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import checkmate.nccl_plugin.ring.backend  # noqa: F401
 from checkmate.config import CheckmateError
@@ -178,6 +181,34 @@ def group_life(rank: int, size: int) -> None:
         _assert_no_proxies()
         init(rank, size)
         dist.barrier()
+
+
+def meshes(rank: int, size: int) -> None:
+    """Device meshes: collectives of each dimension, tensors spread over them, messages between two ranks."""
+    width = size // 2
+    mesh = init_device_mesh("cpu", (2, width), mesh_dim_names=("rows", "columns"))
+    row, column = mesh.get_local_rank("rows"), mesh.get_local_rank("columns")
+    down, across = mesh.get_group("rows"), mesh.get_group("columns")
+    assert dist.get_process_group_ranks(down) == [column, column + width] and down.group_name != across.group_name
+    mine = torch.full((3,), float(rank))
+    assert functional.all_reduce(mine, "sum", (mesh, 0)).tolist() == [2.0 * column + width] * 3
+    assert functional.all_gather_single(mine[:1], 0, (mesh, 1)).tolist() == [row * width + c for c in range(width)]
+    scattered = functional.reduce_scatter_single(torch.full((width,), float(rank)), "sum", 0, (mesh, 1))
+    assert scattered.tolist() == [float(sum(row * width + c for c in range(width)))]
+    pairs = [torch.zeros(2), torch.zeros(4)]
+    parts = [torch.full((2 // width,), float(rank)), torch.full((4 // width,), float(rank))]
+    across.allgather_into_tensor_coalesced(pairs, parts).wait()
+    assert all(pair.view(width, -1)[c].eq(row * width + c).all() for pair in pairs for c in range(width))
+    whole = torch.arange(8.0).view(4, 2)
+    assert torch.equal(distribute_tensor(whole, mesh, [Replicate(), Shard(0)]).full_tensor(), whole)
+    received = torch.zeros(3)
+    operations = [
+        dist.P2POp(dist.isend, mine, group=down, group_peer=1 - row),
+        dist.P2POp(dist.irecv, received, group=down, group_peer=1 - row),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert received.tolist() == [float((rank + width) % size)] * 3
 
 
 def refusals(rank: int, size: int) -> None:
@@ -386,7 +417,19 @@ def _assert_no_proxies(within_s: float = 5.0) -> None:
 
 JOBS: dict[str, Job] = {
     job.__name__: job
-    for job in (collectives, group_life, refusals, empty_messages, determinism, ddp, killed, absent, idle, shared_hosts)
+    for job in (
+        collectives,
+        group_life,
+        meshes,
+        refusals,
+        empty_messages,
+        determinism,
+        ddp,
+        killed,
+        absent,
+        idle,
+        shared_hosts,
+    )
 }
 
 

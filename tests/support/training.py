@@ -161,10 +161,10 @@ class Rack:
 
         return holds
 
-    def exported(self) -> dict[str, Any]:
-        """The state that the shadow would serve now, and its step."""
+    def exported(self, index: int = 0) -> dict[str, Any]:
+        """The state that a shadow would serve now, and its step."""
         path = self.lab.directory / "exported.pt"
-        step = export(self.services.shadow_socket, path)
+        step = export(self.services.shadow_sockets[index], path)
         return {**load_state(path), "step": step}
 
     def renew_shadow(self) -> None:

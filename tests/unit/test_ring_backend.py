@@ -24,6 +24,10 @@ def test_groups_come_and_go() -> None:
     run("group_life", 3)
 
 
+def test_device_meshes_and_what_is_built_on_them() -> None:
+    run("meshes", 4)
+
+
 def test_what_is_not_supported_says_so() -> None:
     run("refusals", 2)
 
