@@ -38,6 +38,7 @@ struct ckm_event {
     uint64_t count;
     uint64_t comm_id;
     uint64_t coll_seq;
+    uint64_t at_us;   /* complete only: when its last frame was verified */
     char reason[192]; /* damage only */
     char where[256];
 };

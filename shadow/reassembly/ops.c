@@ -406,6 +406,7 @@ void ckm_op_received(struct ckm_core *core, struct ckm_op *op, uint32_t length)
         .count = op->signature.count,
         .comm_id = op->comm_id,
         .coll_seq = op->coll_seq,
+        .at_us = ckm_now_us(),
     };
     if (ckm_events_put(&core->events, &event)) { /* out of memory: nobody would ever release it */
         free_contents(core, op);

@@ -75,7 +75,8 @@ class OpComplete:
     """One all-reduce (bucket) of one iteration is whole and verified.
 
     ``buffer_index`` names the buffer: ``Receiver.buffer`` gives its bytes, ``Receiver.release`` gives it back.
-    ``datatype`` is NCCL's number (``checkmate.wire.DATATYPES``), ``count`` its elements, ``nbytes`` its bytes.
+    ``datatype`` is NCCL's number (``checkmate.wire.DATATYPES``), ``count`` its elements, ``nbytes`` its bytes, ``at``
+    the time at which its last packet had been taken in, in seconds of ``time.monotonic``.
     """
 
     incarnation: int
@@ -87,6 +88,7 @@ class OpComplete:
     comm_id: int
     coll_seq: int
     buffer_index: int
+    at: float = field(default=0.0, compare=False)
     _data: Any = field(default=None, repr=False, compare=False)
 
 
@@ -194,6 +196,7 @@ class Receiver:
             comm_id=event.comm_id,
             coll_seq=event.coll_seq,
             buffer_index=event.op,
+            at=event.at_us / 1e6,
             _data=event.data,
         )
 

@@ -42,6 +42,12 @@ def test_buffer_is_the_memory_itself_aligned_and_writable(receiver: Receiver) ->
     assert second[3] == 42
 
 
+def test_an_event_tells_when_its_last_packet_was_taken_in(receiver: Receiver) -> None:
+    before = time.monotonic()
+    event = receive(receiver, Sender(), 1)
+    assert before - 1e-5 < event.at < time.monotonic()
+
+
 def test_buffers_are_used_again_after_release_only(receiver: Receiver) -> None:
     sender = Sender()
     first, second = receive(receiver, sender, 1), receive(receiver, sender, 2)
