@@ -21,7 +21,7 @@ import torch
 from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.shadow.control import ControlServer, Limits
-from checkmate.shadow.engine import Committed, Engine, EventSource, Tuning
+from checkmate.shadow.engine import Commit, Committed, Engine, EventSource, Tuning
 from checkmate.shadow.optim.replica import warm_up
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
 from checkmate.shadow.verify import Verification
@@ -152,6 +152,11 @@ class Shadow:
             "verification": _verification(snapshot.verification, now),
             "memory": {"process": _resident_bytes(), "state": snapshot.state_bytes},
             "rates": _rates(snapshot.commits, now),
+            "newest_steps": [
+                {"step": c.step, "wait_s": round(c.wait_s, 6), "step_s": round(c.step_s, 6)}
+                for c in snapshot.commits
+                if c.gradient_bytes
+            ],
         }
 
     def export(self, path: Path) -> int:
@@ -267,12 +272,12 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _rates(commits: tuple[tuple[float, int], ...], now: float) -> dict[str, float]:
+def _rates(commits: tuple[Commit, ...], now: float) -> dict[str, float]:
     """Over the newest commits, until now."""
     if len(commits) < 2:
         return {"commits_per_s": 0.0, "gradient_bytes_per_s": 0.0}
-    span = max(now - commits[0][0], 1e-9)
+    span = max(now - commits[0].at, 1e-9)
     return {
         "commits_per_s": round((len(commits) - 1) / span, 3),
-        "gradient_bytes_per_s": round(sum(nbytes for _, nbytes in commits[1:]) / span, 1),
+        "gradient_bytes_per_s": round(sum(commit.gradient_bytes for commit in commits[1:]) / span, 1),
     }

@@ -109,8 +109,23 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """A step that was made here, or a seed: ``at`` (monotonic) it was committed, from this many bytes of gradients.
+
+    ``wait_s``: from the last packet of its gradients until it was begun: records and boundaries come at the trainer's
+    next forward, other shadows have to be ready. ``step_s``: from then on. Both 0 without gradients.
+    """
+
+    step: int
+    at: float
+    gradient_bytes: int
+    wait_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, for ``status``. ``commits``: (monotonic time, gradient bytes) of the newest ones.
+    """The engine at one moment, for ``status``. ``commits``: the newest ones.
 
     ``shadows``: of the job. ``ready``: the newest step that could be committed; ``waits_for``: shadows that hold it up.
     """
@@ -131,7 +146,7 @@ class Snapshot:
     seeds: dict[str, int] = field(default_factory=dict)
     state_bytes: int = 0
     verification: Verification = field(default_factory=Verification)
-    commits: tuple[tuple[float, int], ...] = ()
+    commits: tuple[Commit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,7 @@ class Engine:
         self._ask_from = 0.0
         self._discarded = 0
         self._horizon = -1
-        self._commits: deque[tuple[float, int]] = deque(maxlen=_COMMITS)
+        self._commits: deque[Commit] = deque(maxlen=_COMMITS)
         self._commit_count = 0
         self._state_bytes = 0
         self._grows = False
@@ -394,7 +409,7 @@ class Engine:
             raise CheckmateError(f"incarnation {self._incarnation} was opened")
         line = self._course.main
         if line is None and (line := self._course.settle(history, step)) is not None:
-            self._commit(Committed(line.state, line.boundaries), 0)
+            self._commit(Committed(line.state, line.boundaries))
             self._make(line, step)
             self._staging.begin(self._staging.world, line.state.step, line.boundaries)
         if line is None or line is not self._course.main or (line.history, line.state.step) != (history, step):
@@ -504,7 +519,7 @@ class Engine:
         self._course.move(line)
         self._staging.queued = self._course.queued
         if line.whole:
-            self._commit(Committed(line.state, line.boundaries), 0)
+            self._commit(Committed(line.state, line.boundaries))
 
     def _make(self, line: Line[Replica], step: int) -> None:
         """Make the steps of the main line up to this one, which all are there."""
@@ -513,7 +528,7 @@ class Engine:
             self._staging.queued = self._course.queued
 
     def _apply(self, line: Line[Replica], ready: Ready) -> None:
-        step, replica = ready.record.step, line.state
+        step, replica, started = ready.record.step, line.state, time.monotonic()
         try:
             buckets = {bucket: self._receiver.buffer(gradient.handle) for bucket, gradient in ready.gradients.items()}
             with self._gate.writing(), self._withdrawing(replica):
@@ -530,7 +545,7 @@ class Engine:
             line.boundaries, line.whole = ready.boundaries, True
             if self._verifier.is_content:
                 self._ask_pause = 0.0
-            self._commit(self._committed, sum(gradient.nbytes for gradient in ready.gradients.values()))
+            self._commit(self._committed, [gradient.handle for gradient in ready.gradients.values()], started)
         finally:
             self._free(ready)
 
@@ -538,16 +553,16 @@ class Engine:
         for gradient in ready.gradients.values():
             self._receiver.release(gradient.handle)
 
-    def _commit(self, committed: Committed, nbytes: int) -> None:
-        """Make it the state that is served, and tell."""
+    def _commit(self, committed: Committed, gradients: Sequence[OpComplete] = (), started: float = 0.0) -> None:
+        """Make it the state that is served, and tell. ``started``: when the step with these gradients was."""
         if committed is not self._committed:
             with self._gate.writing():
                 self._committed = committed
         if self._grows:  # the first step after a seed may create optimizer state
             self._state_bytes = committed.replica.nbytes
-            self._grows = nbytes == 0
+            self._grows = not gradients
         self._commit_count += 1
-        self._commits.append((time.monotonic(), nbytes))
+        self._commits.append(_describe(committed.replica.step, gradients, started))
         self._listener.committed(committed.replica.step)
 
     @contextlib.contextmanager
@@ -671,3 +686,11 @@ class Engine:
             verification=self._verifier.summary(self._course.main.state if self._course.main else None),
             commits=tuple(self._commits),
         )
+
+
+def _describe(step: int, gradients: Sequence[OpComplete], started: float) -> Commit:
+    now = time.monotonic()
+    if not gradients:
+        return Commit(step, now, 0)
+    last_packet = max(gradient.at for gradient in gradients)
+    return Commit(step, now, sum(gradient.nbytes for gradient in gradients), started - last_packet, now - started)

@@ -71,6 +71,13 @@ def test_hop(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
+def test_commit() -> None:
+    measured = figures("commit.py", "--params=100000", "--ranks=2", "--steps=5")
+    (row,) = measured["results"]
+    assert len(row["wait_s"]) == len(row["step_s"]) == 2
+    assert all(value > 0 for value in (*row["wait_s"], *row["step_s"]))
+
+
 def test_restore() -> None:
     measured = figures("restore.py", "--megabytes=8", "--ranks=1,2", "--repetitions=2")
     kinds = {"one TCP stream", "one TCP stream, used memory", "memcpy", "restore, 1 rank", "restore, 2 ranks"}

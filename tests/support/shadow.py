@@ -42,7 +42,11 @@ class FakeReceiver:
         self.buffers[index] = bytearray(data)
         self.packets += 1
         count = len(data) // 4
-        self.events.put(OpComplete(incarnation, iteration, bucket, datatype, count, len(data), 1, iteration, index))
+        self.events.put(
+            OpComplete(
+                incarnation, iteration, bucket, datatype, count, len(data), 1, iteration, index, time.monotonic()
+            )
+        )
 
     def damage(self, iteration: int | None, bucket: int | None = None, reason: str = "gap") -> None:
         """Bytes were lost."""

@@ -693,6 +693,8 @@ def test_local_socket(job: Job, tmp_path: Path) -> None:
         local.export(path, tmp_path / "missing" / "x.pt")
     status = local.query(path)
     assert status["rates"]["commits_per_s"] > 0 and status["memory"]["state"] > 0
+    (newest,) = status["newest_steps"]
+    assert newest["step"] == 1 and 0 < newest["wait_s"] < 60 and 0 < newest["step_s"] < 60
     for request in (b"nonsense\n", b"[]\n", b'{"command": "stop"}\n', b'{"command": "export", "path": "x"}\n'):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))
