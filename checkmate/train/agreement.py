@@ -11,15 +11,15 @@ Position = tuple[int, int]
 """History and step."""
 
 
+def common_spans(shadows: Sequence[Sequence[Span]]) -> list[Span]:
+    """Where all of them can be; none where there is no shadow."""
+    held = list(shadows[0]) if shadows else []
+    for spans in shadows[1:]:
+        overlaps = [(h, max(a, c), min(b, d)) for h, a, b in held for g, c, d in spans if g == h]
+        held = [span for span in overlaps if span[1] <= span[2]]
+    return held
+
+
 def newest_position(shadows: Sequence[Sequence[Span]]) -> Position | None:
-    """The newest that each shadow has in one of its spans; None: there is none, or no shadow."""
-    if not shadows:
-        return None
-    # The newest common position is the last of somebody's span.
-    ends = {(history, last) for spans in shadows for history, _, last in spans}
-    return max((end for end in ends if all(any(_has(span, end) for span in spans) for spans in shadows)), default=None)
-
-
-def _has(span: Span, position: Position) -> bool:
-    history, first, last = span
-    return history == position[0] and first <= position[1] <= last
+    """The newest that all of them can be at; None: there is none, or no shadow."""
+    return max(((history, last) for history, _, last in common_spans(shadows)), default=None)

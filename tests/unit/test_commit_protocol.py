@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from checkmate.protocol import Begun, Layout, Ready, Release, StepRecord
 from checkmate.shadow.course import MOST_LINES, Course, Line
 from checkmate.shadow.staging import Ready as Complete
-from checkmate.train.agreement import newest_position
+from checkmate.train.agreement import common_spans, newest_position
 from checkmate.train.coordinator import Heard, decide
 from checkmate.train.fleet import Unrestorable, agree
 
@@ -322,6 +322,13 @@ def test_min_of_ends_would_not_do() -> None:
     assert decide(heard)["b"] == Release(5, 7, ["b"])
     heard["b"].spans = [[5, 8], [10, 10]]
     assert decide(heard)["a"] == Release(10, 3, [])
+
+
+def test_where_all_can_be() -> None:
+    assert common_spans([]) == []
+    both = common_spans([[(1, 5, 8), (1, 10, 12)], [(1, 7, 11), (2, 7, 11)]])
+    assert both == [(1, 7, 8), (1, 10, 11)]
+    assert newest_position([both, [(1, 1, 9)]]) == (1, 8)
 
 
 def test_histories_have_nothing_in_common() -> None:
