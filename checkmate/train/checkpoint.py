@@ -19,7 +19,7 @@ from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Layout, Message, StepRecord
 from checkmate.tensors import named_state, pack_group, unpack_state
 from checkmate.train.admission import Admission
-from checkmate.train.agreement import Position
+from checkmate.train.agreement import Position, Span, newest_position
 from checkmate.train.boundary import RankState
 from checkmate.train.buckets import broadcast_order, drop_hook
 from checkmate.train.client import ShadowError
@@ -202,7 +202,7 @@ class Checkpoint:
 
         Raises CheckmateError on all ranks when they hold state that can't be restored.
         """
-        begun, position = None, None
+        begun, spans = None, list[Span]()
         problem: CheckmateError | None = None
         if self._peers.rank == 0:
             try:
@@ -214,13 +214,13 @@ class Checkpoint:
             try:
                 if begun.incarnation != incarnation:
                     begun = self._fleet.begin(BEGIN_S, incarnation)
-                position = begun.position()
+                spans = begun.spans()
             except (ShadowError, Unrestorable) as error:
                 problem = error
         if failed := self._peers.find(problem is not None):
             self.close(finished=False)
             raise problem or Unrestorable(f"the shadows' state can't be restored: see the message of rank(s) {failed}")
-        held = self._agree(position)
+        held = self._agree(spans)
         found = self._peers.find(begun is not None)
         if found == self._peers.leaders:
             self._adopt(incarnation, None)
@@ -235,23 +235,28 @@ class Checkpoint:
             )
         return held
 
-    def _agree(self, position: Position | None) -> Position | None:
-        """Where the whole job goes on: at the oldest step of those that the groups' shadows have; None: all are empty.
+    def _agree(self, spans: Sequence[Span]) -> Position | None:
+        """Where the whole job goes on, of what each group's first rank knows that its shadows can be at; None: all are
+        empty.
 
         Raises CheckmateError on all ranks when they can't be at one step.
         """
-        mine = position or (-1, -1)
-        histories, steps = ([self._peers.gather(value)[rank] for rank in self._peers.leaders] for value in mine)
-        if max(steps) < 0:
+        groups: dict[int, list[Span]] = {leader: [] for leader in self._peers.leaders}
+        for index in range(max(self._peers.gather(len(spans)))):
+            mine = spans[index] if index < len(spans) else (-1, -1, -1)
+            said = list(zip(*(self._peers.gather(value) for value in mine), strict=True))
+            for leader in groups:
+                groups[leader] += [said[leader]] if said[leader][0] >= 0 else []
+        if not any(groups.values()):
             return None
-        if min(steps) < 0 or len(set(histories)) > 1:
+        if (position := newest_position(list(groups.values()))) is None:
             self.close(finished=False)
-            has = "; ".join(f"rank {rank}'s: {step}" for rank, step in zip(self._peers.leaders, steps, strict=True))
+            has = "; ".join(f"rank {rank}'s: {known[-1][2] if known else -1}" for rank, known in groups.items())
             raise Unrestorable(
                 f"the shadows of the job's groups hold no common step (by group: {has}; -1: none, or not reached): no "
                 "rank goes on, so that states are never mixed; make all reachable, or restart all shadows of the job"
             )
-        return histories[0], min(steps)
+        return position
 
     def _try_begin(self) -> Beginning | None:
         """A shadow that is just starting is given some time, one that refuses is not."""

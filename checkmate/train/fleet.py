@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkmate.config import CheckmateError
 from checkmate.protocol import Begun, Message, Seed, State
-from checkmate.train.agreement import Position, newest_position
+from checkmate.train.agreement import Position, Span, common_spans, newest_position
 from checkmate.train.client import ShadowError
 from checkmate.train.shards import Packed, Shard, join
 
@@ -56,8 +56,13 @@ class Beginning:
         return max((span[2] for begun in self.begun.values() for span in begun.spans), default=None)
 
     def position(self) -> Position | None:
-        """Where the job goes on; None: no shadow holds anything. Raises Unrestorable."""
+        """The newest that all can go on from; None: no shadow holds anything. Raises Unrestorable."""
         return agree(self.begun, {})
+
+    def spans(self) -> list[Span]:
+        """All that all can go on from; none: no shadow holds anything. Raises Unrestorable."""
+        self.position()
+        return common_spans([[tuple(span) for span in one.spans] for one in self.begun.values()])
 
 
 class Fleet:
