@@ -66,3 +66,17 @@ def test_a_run_with_a_launcher_on_each_host_loses_a_rank_and_nothing_else() -> N
         status = place.status()
         assert status["committed"] == STEPS
         assert "rank 0 restored step 2" in (folder / "job-node2.log").read_text()
+
+
+def test_a_launcher_starts_all_ranks_of_its_host() -> None:
+    """They share the host's NIC, and die and come back together."""
+    with rack(3, ranks_per_host=2) as place:
+        folder = place.lab.directory
+        whole = place.start("whole", STEPS, attach=False)
+        job = Launchers(place, place.lab.topology.groups[0].ranks, "job")
+        for node in ("node1", "node0"):
+            job.start(node, arguments(folder, "job", "--die", "1@3:bucket-inside"))
+        job.wait()
+        whole.wait()
+        assert_equal(load_state(folder / "whole.pt"), load_state(folder / "job.pt"))
+        assert place.status()["committed"] == STEPS
