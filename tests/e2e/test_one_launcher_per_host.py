@@ -25,7 +25,7 @@ class Launchers:
         self.file = self.lab.directory / f"{name}.yaml"
         topology = self.lab.topology
         group = dataclasses.replace(topology.groups[0], ranks=hosts)
-        machines = tuple(dataclasses.replace(host, netns=None) for host in topology.hosts)
+        machines = tuple(dataclasses.replace(topology.host(name), netns=None) for name in dict.fromkeys(hosts))
         dataclasses.replace(topology, hosts=machines, groups=(group,)).dump(self.file)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
