@@ -17,6 +17,7 @@ from checkmate.lab import Lab, LabConfig, Placement, clean_stale
 from checkmate.launch import Job, job_environment
 from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from checkmate.services import Services
+from checkmate.train.settings import SHADOWS
 
 PREFIX = "ckmbench"
 LOG_LINES = 30
@@ -149,7 +150,8 @@ def rack(ranks: int, mtu: int, placement: Placement | None, sets: int) -> Iterat
         topology = lab.topology
         job = Job(services.topology_file, Path())
         nodes = [Node(str(host.netns), host.nics[0].name, host.nics[0].ip) for host in topology.hosts]
-        yield Network(nodes, job_environment(topology, job, counter.map_path), services)
+        env = job_environment(topology, job, counter.map_path)
+        yield Network(nodes, env | {SHADOWS: topology.controls(topology.groups[0].shadows)}, services)
 
 
 def _ip(*lines: str, netns: str | None = None) -> None:
