@@ -1,4 +1,4 @@
-/* What the C tests share: an assertion that stays in every build, and a logger that counts. */
+/* What the C tests share: a logger that counts, open files, random numbers. */
 #ifndef CHECKMATE_TEST_H
 #define CHECKMATE_TEST_H
 
@@ -9,24 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "assertions.h"
 #include "nccl/common_abi.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                                    \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-#define CHECK_EQ(a, b)                                                                                                 \
-    do {                                                                                                               \
-        long long a_ = (long long)(a), b_ = (long long)(b);                                                            \
-        if (a_ != b_) {                                                                                                \
-            fprintf(stderr, "%s:%d: %s is %lld, %s is %lld\n", __FILE__, __LINE__, #a, a_, #b, b_);                    \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 static int warnings; /* logged so far */
 static char last_warning[512];

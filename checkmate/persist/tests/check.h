@@ -1,4 +1,4 @@
-/* What the C tests share: an assertion that stays in every build, random numbers, contents that tell their step. */
+/* What the C tests share: random numbers, contents that tell their step. */
 #ifndef CHECKMATE_PERSIST_CHECK_H
 #define CHECKMATE_PERSIST_CHECK_H
 
@@ -7,24 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "assertions.h"
 #include "engine.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                                    \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-#define CHECK_EQ(a, b)                                                                                                 \
-    do {                                                                                                               \
-        long long a_ = (long long)(a), b_ = (long long)(b);                                                            \
-        if (a_ != b_) {                                                                                                \
-            fprintf(stderr, "%s:%d: %s is %lld, %s is %lld\n", __FILE__, __LINE__, #a, a_, #b, b_);                    \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 #define WAIT_MS 60000 /* longer than anything takes on a busy machine */
 

@@ -7,24 +7,19 @@
 #include <stdlib.h>
 #include <string.h>
 
+static char seed_text[40];
+#define CHECK_CONTEXT seed_text
+
+#include "assertions.h"
 #include "checkmate/crc32c.h"
 #include "checkmate/wire.h"
 #include "core.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s: seed %llu: %s\n", __FILE__, __LINE__, __func__, (unsigned long long)seed_now,  \
-                    #condition);                                                                                       \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 #define ELEMENT    4u /* bytes of a float */
 #define OVERHEAD   54u
 #define MAX_PACKET 9100u
 
-static uint64_t seed_now, random_state;
+static uint64_t random_state;
 
 static inline uint32_t rnd(uint32_t below)
 {
@@ -34,9 +29,15 @@ static inline uint32_t rnd(uint32_t below)
     return (uint32_t)((random_state >> 16) % below);
 }
 
+/* What a failed check names. */
+static inline void note_seed(uint64_t value)
+{
+    snprintf(seed_text, sizeof seed_text, " (seed %llu)", (unsigned long long)value);
+}
+
 static inline void seed(uint64_t value)
 {
-    seed_now = value;
+    note_seed(value);
     random_state = value * 0x9e3779b97f4a7c15u + 1;
     for (int i = 0; i < 8; i++)
         rnd(2);

@@ -292,7 +292,7 @@ static void test_header_fields(void)
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct ckm_core *core = taught_core();
-        seed_now = i;
+        note_seed(i);
         struct ckm_frame h = header_of(&shape, 2, 0);
         h.step = 6;
         h.payload_len = 32;

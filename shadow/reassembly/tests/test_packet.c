@@ -69,7 +69,7 @@ static void test_each_field(void)
         uint8_t packet[MAX_PACKET];
         struct ckm_segment segment;
         uint32_t n = make_packet(packet, 0, 5, (const uint8_t *)"abcd", 4);
-        seed_now = i;
+        note_seed(i);
         packet[changes[i].at] = changes[i].value;
         CHECK(parse(packet, n, &segment) == changes[i].kind);
     }
