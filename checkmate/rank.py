@@ -24,7 +24,10 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # An agent that is killed can't stop its ranks: they must not outlive it.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if host.netns is not None:
+    if host.netns is None:
+        hosts = list(dict.fromkeys(place.host for place in topology.places))
+        os.environ["GROUP_RANK"] = str(hosts.index(host))  # torchrun's name for the number of the machine
+    else:
         with Path("/run/netns", host.netns).open() as netns:
             if libc.setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host.netns}")
@@ -42,7 +45,10 @@ def _rank(topology: Topology) -> int:
 
 def rank_environment(topology: Topology, rank: int, attach: bool = False) -> dict[str, str]:
     """What this rank alone finds in its environment: its place (scripts may look, too), its group's shadows, its NICs,
-    and who shares a host with whom."""
+    and who shares a host with whom.
+
+    What is local stays as the agent says: ranks in namespaces share one machine's processors, and are told so.
+    """
     place = topology.places[rank]
     group, host = place.group, place.host
     local = [other.host.name for other in topology.places[:rank]].count(host.name)
@@ -50,8 +56,6 @@ def rank_environment(topology: Topology, rank: int, attach: bool = False) -> dic
     nics = host.nics_of(local) if host.netns else host.nics
     values = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(host.ranks),
         "CHECKMATE_GROUP": group.name,
         "CHECKMATE_GROUP_INDEX": str(topology.groups.index(group)),
         "CHECKMATE_GROUP_COUNT": str(len(topology.groups)),
