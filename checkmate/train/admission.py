@@ -68,6 +68,8 @@ class Admission:
                 log.debug("%s", error)
                 pause = min(2 * pause, BACK_OFF_S[1])
                 continue
+            if self._stop.is_set():  # closed meanwhile: nobody would end what is opened now
+                return
             self._adopt(begun.incarnation, begun.newest)
             self._store.set(_KEY, str(begun.incarnation))
             if self._wait_for(lambda: self._store.add(_ADOPTED, 0) >= self._world - 1):
