@@ -34,6 +34,8 @@ from checkmate.config import CheckmateError
 
 MAX_MESSAGE = 64 << 20
 VERSION = 3
+SETTLE_S = 120.0
+"""How long a shadow of several may take to make the steps that it held back, before it serves a restore."""
 
 
 class ProtocolError(CheckmateError):

@@ -20,7 +20,19 @@ import torch
 from torch import Tensor
 
 from checkmate.config import CheckmateError
-from checkmate.protocol import Begun, Boundary, Digests, Hello, Layout, Message, Release, Seed, State, StepRecord
+from checkmate.protocol import (
+    SETTLE_S,
+    Begun,
+    Boundary,
+    Digests,
+    Hello,
+    Layout,
+    Message,
+    Release,
+    Seed,
+    State,
+    StepRecord,
+)
 from checkmate.shadow.course import Course, Line
 from checkmate.shadow.gate import Gate
 from checkmate.shadow.optim.replica import Refusal, Replica
@@ -253,7 +265,7 @@ class Engine:
 
     def settle(self, incarnation: int, history: int, step: int) -> None:
         """The incarnation goes on from this step: be there. Raises CheckmateError when that can't be."""
-        self._call(functools.partial(self._settle, incarnation, history, step))
+        self._call(functools.partial(self._settle, incarnation, history, step), SETTLE_S)
 
     def deliver(self, incarnation: int, rank: int, message: Message) -> None:
         """Take a message of a records connection; waits while the engine is far behind."""
@@ -288,7 +300,7 @@ class Engine:
             boundary = committed.boundaries.get(rank) or committed.boundaries.get(0, {})  # a rank that was not there
             yield State(committed.replica.step, description, manifest, boundary), tensors
 
-    def _call(self, work: Callable[[], T]) -> T:
+    def _call(self, work: Callable[[], T], timeout: float = _CALL_S) -> T:
         """Run on the engine's thread and wait for the result."""
         done: Future[T] = Future()
 
@@ -299,7 +311,7 @@ class Engine:
                 self._answers.append(functools.partial(done.set_exception, error))
 
         self._put(task)
-        return done.result(_CALL_S)
+        return done.result(timeout)
 
     def _put(self, task: Callable[[], None]) -> None:
         while not self._stopping.is_set():

@@ -1,7 +1,7 @@
 """Short conversations with a shadow: begin an incarnation, send a seed, fetch the state to restore.
 
 Every wait is bounded: one read or write by ``IDLE_S``, a whole conversation by ``CALL_S`` and, where tensors flow, by
-the time they take at ``SLOWEST_BYTES_PER_S``.
+the time they take at ``SLOWEST_BYTES_PER_S``, and by ``SETTLE_S`` where shadows have to make steps first.
 """
 
 import socket
@@ -16,6 +16,7 @@ from torch import Tensor
 from checkmate.checked import Endpoint
 from checkmate.config import CheckmateError
 from checkmate.protocol import (
+    SETTLE_S,
     Ack,
     Begin,
     Begun,
@@ -45,13 +46,14 @@ class ShadowError(CheckmateError):
 
 
 class DeadlineSocket(socket.socket):
-    """A TCP socket whose reads and writes end by ``deadline`` (monotonic seconds), each within IDLE_S."""
+    """A TCP socket whose reads and writes end by ``deadline`` (monotonic seconds), each within ``idle_s``."""
 
     deadline = float("inf")
+    idle_s = IDLE_S
 
-    def allow(self, seconds: float) -> None:
-        """Everything from now on must be over within this time."""
-        self.deadline = time.monotonic() + seconds
+    def allow(self, seconds: float, idle_s: float = IDLE_S) -> None:
+        """Everything from now on must be over within this time, each read and write within ``idle_s``."""
+        self.deadline, self.idle_s = time.monotonic() + seconds, idle_s
 
     def recv(self, *args: Any) -> bytes:
         self._bound()
@@ -69,7 +71,7 @@ class DeadlineSocket(socket.socket):
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        self.settimeout(min(left, IDLE_S))
+        self.settimeout(min(left, self.idle_s))
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Client:
     def restore(self, incarnation: int, step: int | None = None, history: int = 0) -> tuple[State, list[Tensor]]:
         """The state of this step, from which the incarnation goes on; None: of the committed step, whatever it is."""
         with self._conversation("restore", incarnation, "restore") as sock:
+            if len(self.settings.job_shadows) > 1:  # it may have to make steps that wait for the others first
+                sock.allow(SETTLE_S, SETTLE_S)
             sock.sendall(Restore(step, history).encode())
             state = _expect(State, receive(sock))
             sock.allow(CALL_S + manifest_bytes(state.manifest) / SLOWEST_BYTES_PER_S)

@@ -99,21 +99,32 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                for shadow in self._shadows.values():
-                    if shadow.sock is None and time.monotonic() >= shadow.not_before and not self._stop.is_set():
-                        self._connect(shadow)
-                self._answer()
-                for key, _ in self._selector.select(self._until_next_attempt()):
-                    if isinstance(key.data, _Shadow):
-                        self._read(key.data)
-        except Exception:
-            log.exception("no step is committed any more because of an error of Checkmate's own")
+                try:
+                    self._turn()
+                except Exception:  # this thread must go on: without it nothing would be committed any more
+                    log.exception("commits begin anew after an error of Checkmate's own")
+                    self._begin_anew()
         finally:
             for shadow in self._shadows.values():
                 self._drop(shadow)
             self._selector.close()
             self._wake_in.close()
             self._wake_out.close()
+
+    def _turn(self) -> None:
+        for shadow in self._shadows.values():
+            if shadow.sock is None and time.monotonic() >= shadow.not_before and not self._stop.is_set():
+                self._connect(shadow)
+        self._answer()
+        for key, _ in self._selector.select(self._until_next_attempt()):
+            if isinstance(key.data, _Shadow):
+                self._read(key.data)
+
+    def _begin_anew(self) -> None:
+        """Forget what was heard; shadows tell it again when they are connected."""
+        for shadow in self._shadows.values():
+            self._drop(shadow)
+        self._stop.wait(BACK_OFF_S[0])
 
     def _until_next_attempt(self) -> float | None:
         due = [shadow.not_before for shadow in self._shadows.values() if shadow.sock is None]

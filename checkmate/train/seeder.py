@@ -124,10 +124,13 @@ class Seeder:
                     log.warning("%s; trying again at a later step", error)
                 self._changed.notify_all()
 
-    def _send(self, job: _Job) -> ShadowError | None:
+    def _send(self, job: _Job) -> Exception | None:
         try:
             self._fleet.send_seed(job.incarnation, job.seed, self._copies, self._opened)
         except ShadowError as error:
+            return error
+        except Exception as error:  # this thread must go on: without seeds nothing would be covered any more
+            log.exception("a seed could not be sent because of an error of Checkmate's own")
             return error
         return None
 

@@ -1,5 +1,6 @@
 """Two whole shadows of one job in this process: they commit together, whatever one of them lost, and whoever died."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
 from checkmate.shadow.rx.receiver import RxConfig
 from checkmate.tensors import named_state, pack_state
+from checkmate.train import coordinator
 from checkmate.train.client import Client, ShadowError
 from checkmate.train.coordinator import Coordinator
 from checkmate.train.fleet import Beginning, Fleet, Unrestorable
@@ -194,6 +196,22 @@ def test_shards_are_committed_together_and_make_the_whole(team: Team) -> None:
     team.step()
     team.committed(6)
     assert team.status(0)["seeds"]["adopted"] == 1
+
+
+def test_the_coordinator_survives_an_error_of_its_own(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide, failed = coordinator.decide, threading.Event()
+
+    def fail_once(heard: Any) -> Any:
+        if not failed.is_set() and any(shadow.spans for shadow in heard.values()):
+            failed.set()
+            raise RuntimeError("an error of Checkmate's own")
+        return decide(heard)
+
+    monkeypatch.setattr(coordinator, "decide", fail_once)
+    team.follow()
+    assert failed.is_set()
+    team.step()
+    team.committed(1)
 
 
 def test_a_step_that_one_shadow_lacks_is_not_committed_by_the_other(team: Team) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.train.processes import finish, start
 import checkmate
 from checkmate.protocol import Boundary, Hello, StepRecord
 from checkmate.train import checkpoint as checkpoint_module
+from checkmate.train.fleet import Fleet
 
 pytest_plugins = ["support.train.world"]
 
@@ -122,6 +124,30 @@ def test_a_seed_that_is_not_acknowledged_is_a_warning(
     checkpoint.close()
     assert time.monotonic() - started < 8
     assert "did not acknowledge the initial state" in caplog.text
+
+
+def test_a_seed_that_an_error_of_our_own_broke_is_sent_again(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send, failed = Fleet.send_seed, threading.Event()
+
+    def fail_once(self: Fleet, *args: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise TypeError("bug")
+        send(self, *args)
+
+    monkeypatch.setattr(Fleet, "send_seed", fail_once)
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    end = time.monotonic() + 30
+    while not shadow.seeds and time.monotonic() < end:
+        train(ddp, optimizer)
+        time.sleep(0.05)
+    checkpoint.close()
+    assert failed.is_set() and shadow.seeds
+    assert "error of Checkmate's own" in caplog.text
 
 
 def test_a_wrong_token_is_a_warning(
