@@ -1,4 +1,4 @@
-"""How much checkpoints slow training down, by interval: PCcheck, six other ways, and none, on three small models.
+"""How much checkpoints slow training down, by interval: PCcheck, six other ways, and none, on small models.
 
 As PCcheck's figures of slowdown against interval. One process trains a model; blocks of iterations with one way of
 saving take turns with blocks of the others, so that a slow moment of the machine meets all. torch computes with one
@@ -6,7 +6,7 @@ thread: the other CPUs are the checkpoints', as they are where a GPU computes. T
 checkpoint takes about ``--write-iterations`` iterations, unless it is given. Where the disk is too fast for that,
 ``--write-mbps auto`` slows it down::
 
-    python benchmarks/persist_slowdown.py [--models vision,bert,opt] [--intervals 1,10,100] [--json] [--plot FILE]
+    python benchmarks/persist_slowdown.py [--models opt,recommender] [--intervals 1,10,100] [--json] [--plot FILE]
 """
 
 import argparse
@@ -160,7 +160,12 @@ def plot(measured: Sequence[Measured], options: Options) -> list[Callable[[Axes]
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=lambda text: tuple(text.split(",")), default=KINDS, help="with commas")
+    parser.add_argument(
+        "--models",
+        type=lambda text: tuple(text.split(",")),
+        default=KINDS,
+        help=f"with commas, of {', '.join(KINDS)}",
+    )
     parser.add_argument("--intervals", type=numbers, default=(1, 5, 10, 25, 50, 100))
     parser.add_argument("--params", type=int, default=20_000_000)
     parser.add_argument("--batch", type=int, default=0, help="samples of an iteration; 0: chosen")

@@ -1,4 +1,5 @@
-"""Small models of the three kinds that PCcheck was measured with, on random data: what is timed is the same work."""
+"""Small models on random data, so that what is timed is the same work: of the three kinds that PCcheck was measured
+with, and a recommender, whose tables are large for what an iteration computes."""
 
 import argparse
 import statistics
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-KINDS = ("vision", "bert", "opt")
 VOCABULARY = 2000
 LENGTH = 32
 IMAGE = 32
 WIDTH = 256
+TABLES = 8
+ROW = 64
+LOOKUPS = 4
 
 
 class Vision(nn.Module):
@@ -54,14 +57,37 @@ class Transformer(nn.Module):
         return F.cross_entropy((hidden @ self.tokens.weight.T).flatten(0, 1), targets.flatten())
 
 
+class Recommender(nn.Module):
+    """Embedding tables, which hold nearly all parameters and of which a sample takes a few rows, as in DLRM."""
+
+    def __init__(self, params: int) -> None:
+        super().__init__()
+        self.rows = max(1, params // (TABLES * ROW))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(self.rows, ROW, mode="sum", sparse=True) for _ in range(TABLES))
+        self.top = nn.Sequential(nn.Linear(TABLES * ROW, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, places: Tensor, labels: Tensor) -> Tensor:
+        """Loss. ``places``: in [0, 1), of ``LOOKUPS`` rows of each table."""
+        rows = (places * self.rows).long()
+        found = torch.cat([table(rows[i]) for i, table in enumerate(self.tables)], dim=1)
+        return F.binary_cross_entropy_with_logits(self.top(found).flatten(), labels)
+
+
 class Training:
-    """A model of about ``params`` parameters and AdamW; ``step`` does one iteration of ``batch`` samples."""
+    """A model of about ``params`` parameters and AdamW, or SGD for a recommender's sparse gradients.
+
+    ``step`` does one iteration of ``batch`` samples.
+    """
 
     def __init__(self, kind: str, params: int, batch: int) -> None:
         torch.manual_seed(0)
-        self.model = Vision(params) if kind == "vision" else Transformer(params, kind == "opt")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self._draw = _images if kind == "vision" else _tokens
+        make, self._draw = _KINDS[kind]
+        self.model = make(params)
+        self.optimizer: torch.optim.Optimizer
+        if isinstance(self.model, Recommender):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._batch = batch
 
     def step(self) -> None:
@@ -88,8 +114,9 @@ class Training:
 
     @property
     def nbytes(self) -> int:
-        """Of a checkpoint: parameters and two moments."""
-        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        """Of a checkpoint: parameters, and AdamW's two moments."""
+        each = 3 if isinstance(self.optimizer, torch.optim.AdamW) else 1
+        return each * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -112,3 +139,16 @@ def _images(batch: int) -> tuple[Tensor, Tensor]:
 
 def _tokens(batch: int) -> tuple[Tensor, Tensor]:
     return torch.randint(VOCABULARY, (batch, LENGTH)), torch.randint(VOCABULARY, (batch, LENGTH))
+
+
+def _clicks(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(TABLES, batch, LOOKUPS), torch.randint(2, (batch,)).float()
+
+
+_KINDS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "vision": (Vision, _images),
+    "bert": (lambda params: Transformer(params, causal=False), _tokens),
+    "opt": (lambda params: Transformer(params, causal=True), _tokens),
+    "recommender": (Recommender, _clicks),
+}
+KINDS = tuple(_KINDS)
