@@ -326,6 +326,20 @@ def receive(sock: socket.socket, limit: int = MAX_MESSAGE) -> Message | None:
     return decode(body)
 
 
+def take(inbox: bytearray, limit: int) -> Message | None:
+    """Next message, of at most ``limit`` bytes, taken out of what arrived so far; None: it is not whole yet."""
+    if len(inbox) < 4:
+        return None
+    (length,) = struct.unpack_from(">I", inbox)
+    if length > limit:
+        raise ProtocolError(f"message of {length} bytes announced, at most {limit} allowed")
+    if len(inbox) < 4 + length:
+        return None
+    message = decode(bytes(inbox[4 : 4 + length]))
+    del inbox[: 4 + length]
+    return message
+
+
 def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
     data = bytearray()
     while len(data) < count:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkmate.config import CheckmateError
-from checkmate.protocol import Message, ProtocolError, Ready, Refused, Release, decode
+from checkmate.protocol import Message, ProtocolError, Ready, Refused, Release, take
 from checkmate.train.agreement import newest_position
 
 log = logging.getLogger("checkmate")
@@ -162,7 +161,7 @@ class Coordinator:
             if not data:
                 raise ConnectionError("the shadow closed the connection")
             shadow.inbox += data
-            while (message := _take(shadow.inbox)) is not None:
+            while (message := take(shadow.inbox, MESSAGE_BYTES)) is not None:
                 self._hear(shadow, message)
         except BlockingIOError:
             return
@@ -202,17 +201,3 @@ def _makes_sense(message: Ready) -> bool:
     return type(message.number) is int and all(
         isinstance(span, list) and [type(step) for step in span] == [int, int] for span in spans
     )
-
-
-def _take(inbox: bytearray) -> Message | None:
-    """The next whole message, taken out."""
-    if len(inbox) < 4:
-        return None
-    (length,) = struct.unpack_from(">I", inbox)
-    if length > MESSAGE_BYTES:
-        raise ProtocolError(f"message of {length} bytes on a commit connection")
-    if len(inbox) < 4 + length:
-        return None
-    message = decode(bytes(inbox[4 : 4 + length]))
-    del inbox[: 4 + length]
-    return message

@@ -10,14 +10,13 @@ import contextlib
 import logging
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from checkmate.config import CheckmateError
-from checkmate.protocol import Ack, Message, ProtocolError, Refused, SeedRequest, decode
+from checkmate.protocol import Ack, Message, ProtocolError, Refused, SeedRequest, take
 
 log = logging.getLogger("checkmate")
 
@@ -184,14 +183,7 @@ class RecordsLink:
         except BlockingIOError:
             return True
         inbox += data
-        while len(inbox) >= 4:
-            (length,) = struct.unpack_from(">I", inbox)
-            if length > MESSAGE_BYTES:
-                raise ProtocolError(f"message of {length} bytes on the records connection")
-            if len(inbox) < 4 + length:
-                break
-            message = decode(bytes(inbox[4 : 4 + length]))
-            del inbox[: 4 + length]
+        while (message := take(inbox, MESSAGE_BYTES)) is not None:
             self._handle(message)
         return bool(data)
 
