@@ -136,7 +136,6 @@ def _require_own_address(address: str | None, field: str) -> None:
 
 def _hosts(topology: Topology) -> list[str]:
     """Hosts that run ranks, in the order of their ranks; CheckmateError where a job cannot number its ranks so."""
-    names = list(dict.fromkeys(place.host.name for place in topology.places))
     for index, group in enumerate(topology.groups):
         members = topology.members(group)
         if members != sorted(members):
@@ -145,7 +144,7 @@ def _hosts(topology: Topology) -> list[str]:
                 f"groups[{index}].ranks: {list(group.ranks)} cannot be used by a job, which numbers its ranks in the "
                 f"order of hosts, as torch does in {group.name}; write {in_order}, or change the order of hosts"
             )
-    return names
+    return [host.name for host in topology.rank_hosts]
 
 
 def _check_shadows(topology: Topology) -> None:

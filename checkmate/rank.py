@@ -24,10 +24,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # An agent that is killed can't stop its ranks: they must not outlive it.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if host.netns is None:
-        hosts = list(dict.fromkeys(place.host for place in topology.places))
-        os.environ["GROUP_RANK"] = str(hosts.index(host))  # torchrun's name for the number of the machine
-    else:
+    if host.netns is not None:
         with Path("/run/netns", host.netns).open() as netns:
             if libc.setns(netns.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host.netns}")
@@ -62,6 +59,8 @@ def rank_environment(topology: Topology, rank: int, attach: bool = False) -> dic
         "CHECKMATE_GROUP_RANKS": ",".join(map(str, topology.members(group))),
         "CHECKMATE_IFNAME": "=" + ",".join(nic.name for nic in nics),
     }
+    if host.netns is None:
+        values["GROUP_RANK"] = str(topology.rank_hosts.index(host))  # torchrun's name for the number of the machine
     if max(group.host_ranks) > 1:
         values["CHECKMATE_HOST_RANKS"] = ",".join(map(str, group.host_ranks))
     if attach:

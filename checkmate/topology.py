@@ -79,6 +79,11 @@ class Topology:
             if name == host.name
         )
 
+    @property
+    def rank_hosts(self) -> tuple[Host, ...]:
+        """Hosts that run ranks, in the order of their ranks."""
+        return tuple({place.host.name: place.host for place in self.places}.values())
+
     def members(self, group: Group) -> list[int]:
         """Numbers of the group's ranks, by their rank in the group."""
         numbers = {place.index: rank for rank, place in enumerate(self.places) if place.group is group}

@@ -39,11 +39,13 @@ def test_on_machines_of_their_own_ranks_see_all_nics() -> None:
     topology = lab(4, ranks_per_host=2, nics=2)
     topology = replace(topology, hosts=tuple(replace(host, netns=None) for host in topology.hosts))
     assert column(topology, "CHECKMATE_IFNAME") == ["=eth0,eth1"] * 4
+    assert column(topology, "GROUP_RANK") == ["0", "0", "1", "1"]
 
 
 def test_a_host_for_each_rank_is_nothing_special() -> None:
     assert column(lab(3), "CHECKMATE_HOST_RANKS") == [None] * 3
     assert column(lab(3), "CHECKMATE_IFNAME") == ["=eth0"] * 3
+    assert column(lab(3), "GROUP_RANK") == [None] * 3, "as the agent says"
 
 
 @pytest.mark.parametrize("ranks_per_host", [0, 4, 5])
