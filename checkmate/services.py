@@ -86,12 +86,17 @@ class Services:
         attach: bool = True,
         max_restarts: int = 3,
         env: Mapping[str, str] | None = None,
+        topology_file: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a job (``checkmate run``) and return its process, which ends with the job."""
+        """Start a job (``checkmate run``) and return its process, which ends with the job.
+
+        ``topology_file``: another one than the lab's, such as of some of its hosts.
+        """
         options = ["--channels", str(channels), "--max-restarts", str(max_restarts), "--bpf", str(self.lab.bpf)]
         options += ["--logs", str(self.lab.directory / f"{Path(log).stem}-ranks")]
         options += [] if attach else ["--no-attach"]
-        argv: list[str | Path] = [*_COMMAND, "run", "--topology", self.topology_file, *options, script, *args]
+        topology = topology_file or self.topology_file
+        argv: list[str | Path] = [*_COMMAND, "run", "--topology", topology, *options, script, *args]
         return self.lab.spawn(self.lab.management, argv, log, env, trains=True)
 
     def wait_for(self, what: str, condition: Any, seconds: float = _READY_SECONDS) -> None:

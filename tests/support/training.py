@@ -128,8 +128,9 @@ class Rack:
         options: Sequence[str] = (),
         channels: int = 2,
         max_restarts: int | None = None,
+        topology_file: Path | None = None,
     ) -> Run:
-        """Start the training script; ``die`` as its option."""
+        """Start the training script; ``die`` as its option, ``topology_file`` as of ``Services.run``."""
         base = self.lab.directory / name
         arguments = [f"--steps={steps}", f"--out={base}.pt", f"--report={base}.report", *options]
         if not attach:
@@ -143,6 +144,7 @@ class Rack:
             attach=attach,
             max_restarts=len(die) if max_restarts is None else max_restarts,
             env={metrics.VARIABLE: f"{base}.metrics"} if attach else {},
+            topology_file=topology_file,
         )
         return Run(self, name, steps, process)
 
