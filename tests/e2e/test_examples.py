@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.torchrun import plain_torchrun
 from support.training import RUN_S, Rack, assert_equal, needs_root, rack, soon
 
 from checkmate import examples
@@ -21,8 +22,6 @@ STEPS = 100
 """So many that a kill after the third meets a training that still goes on."""
 ARGUMENTS = [f"--steps={STEPS}", "--params=100000", "--bucket-cap-mb=0.2", "--seed=3"]
 RENDEZVOUS_PORT = 29500
-TORCH_ABORT = "terminate called without an active exception"
-"""A thread of torch's rarely ends plain torchrun so, at the interpreter's exit."""
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +29,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Final state of examples/train.py under plain torchrun, over gloo: nothing of Checkmate is loaded."""
     folder = tmp_path_factory.mktemp("plain")
     out, losses = folder / "plain.pt", folder / "losses"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(examples.TRAIN), *ARGUMENTS, f"--out={out}", f"--metrics={losses}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHECKMATE_")}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    for _attempt in range(2):
-        losses.unlink(missing_ok=True)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, env=environment)
-        if TORCH_ABORT not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
+    script = [str(examples.TRAIN), *ARGUMENTS, f"--out={out}", f"--metrics={losses}"]
+    plain_torchrun(2, script, appended=losses)
     assert len(losses.read_text().splitlines()) == 2 * STEPS
     return out
 

@@ -1,15 +1,13 @@
 """Training frameworks' own loops under ``checkmate run``: a rank is killed, and the end is that of a run without it."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.torchrun import plain_torchrun
 from support.training import RUN_S, Rack, assert_equal, needs_root, rack
 
 from checkmate import examples
@@ -56,7 +54,7 @@ def test_a_killed_run_ends_as_one_without_checkmate(nodes: Rack, name: str, tmp_
         pytest.skip(f"needs {case.library}: pip install 'checkmate[lightning,accelerate]'")
     script = str(examples.TRAIN.with_name(case.script))
     plain, out = tmp_path / "plain.pt", tmp_path / "out.pt"
-    reference = _plain([script, *case.options, *case.plain, f"--out={plain}"])
+    reference = plain_torchrun(2, [script, *case.options, *case.plain, f"--out={plain}"])
     nodes.renew_shadow()
     arguments = ["1", str(case.dies), script, *case.options, f"--out={out}"]
     job = nodes.services.run(DIE, arguments, log=f"{tmp_path.name}.log", max_restarts=1)
@@ -70,16 +68,6 @@ def test_a_killed_run_ends_as_one_without_checkmate(nodes: Rack, name: str, tmp_
     assert (status["seeds"]["adopted"], status["seeds"]["mismatches"]) == (1, 0), said[-6000:]
     assert len({step for _, step, _ in _steps(reference)}) == status["committed"]
     assert set(_steps(said)) == set(_steps(reference))  # what was repeated, too
-
-
-def _plain(arguments: list[str]) -> str:
-    """What the example says under plain torchrun, over gloo."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHECKMATE_")}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _steps(said: str) -> list[tuple[str, str, str]]:

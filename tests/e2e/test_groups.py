@@ -1,7 +1,6 @@
 """Jobs of several data-parallel groups: a rank is killed, and every part ends as in a run that never failed."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.torchrun import plain_torchrun
 from support.training import RUN_S, Rack, assert_equal, needs_root, rack
 
 from checkmate import examples
@@ -73,7 +73,8 @@ def test_a_killed_run_ends_as_one_without_checkmate(case: Case, nodes: Rack, tmp
     script = str(examples.TRAIN.with_name(case.script))
     options = [f"--steps={STEPS}", *case.options]
     plain, out = tmp_path / "plain.pt", tmp_path / "out.pt"
-    _plain([script, *options, f"--out={plain}"])
+    # over gloo: in groups of two ranks a sum does not depend on the order
+    plain_torchrun(RANKS, [script, *options, f"--out={plain}"])
     arguments = [str(case.victim), "4:backward", script, *options, f"--out={out}"]
     job = nodes.services.run(DIE, arguments, log="job.log", max_restarts=1)
     code = job.wait(RUN_S)
@@ -89,12 +90,3 @@ def test_a_killed_run_ends_as_one_without_checkmate(case: Case, nodes: Rack, tmp
         status = nodes.services.shadow_status(index)
         assert status is not None and (status["committed"], status["incarnation"]) == (STEPS, 2)
         assert (status["gap_count"], status["seeds"]["adopted"], status["seeds"]["mismatches"]) == (0, 1, 0)
-
-
-def _plain(arguments: list[str]) -> None:
-    """The example under plain torchrun, over gloo: with two ranks a sum does not depend on the order."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHECKMATE_")}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, env=environment)
-    assert done.returncode == 0, done.stderr[-6000:]
