@@ -1,8 +1,4 @@
-"""Defaults, limits and locations that more than one part of Checkmate uses: each is defined here alone."""
-
-from pathlib import Path
-
-from checkmate import _lib
+"""Defaults and limits that more than one part of Checkmate uses: each is defined here alone."""
 
 DSCP_TAG = 0x20
 """Bit of the 6-bit DSCP field that marks the tagged flow (nccl_plugin/include/checkmate/wire.h)."""
@@ -36,14 +32,3 @@ ENV_PREFIX = "CHECKMATE_"
 
 class CheckmateError(Exception):
     """An error that the user can fix: the text names the field, its value, what is allowed and what to do."""
-
-
-def library(name: str) -> Path:
-    """Path of a compiled part, for example ``libcheckmate_net.so`` or ``switch.bpf.o``.
-
-    Raises CheckmateError when it was not built.
-    """
-    path = Path(_lib.__path__[0]) / name
-    if not path.is_file():
-        raise CheckmateError(f"{name} is not built: expected {path}; run `make` in the source tree and reinstall")
-    return path

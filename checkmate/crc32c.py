@@ -2,24 +2,23 @@
 
 import functools
 import re
-from importlib import resources
 from typing import Any
 
 from cffi import FFI
 
-from checkmate.config import library
+from checkmate import native
 
 _DECLARATION = re.compile(r"uint32_t checkmate_crc32c\([^)]*\);")
 
 
 @functools.cache
 def _load() -> tuple[FFI, Any]:
-    header = resources.files("checkmate.nccl_plugin") / "include/checkmate/api.h"
-    declaration = _DECLARATION.search(header.read_text())
+    header = native.header("checkmate.nccl_plugin", "include/checkmate/api.h")
+    declaration = _DECLARATION.search(header.read_text(encoding="utf-8"))
     assert declaration, "api.h declares checkmate_crc32c"
     ffi = FFI()
     ffi.cdef(declaration.group())
-    return ffi, ffi.dlopen(str(library("libcheckmate_net.so")))
+    return ffi, native.load(ffi, native.library("libcheckmate_net.so"), [header])
 
 
 def crc32c(data: memoryview | bytes | bytearray, crc: int = 0) -> int:

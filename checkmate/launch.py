@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from checkmate import config
+from checkmate import native
 from checkmate.config import CheckmateError
 from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from checkmate.topology import Topology, load_topology
@@ -81,7 +81,7 @@ def run_job(job: Job) -> None:
 
 def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> dict[str, str]:
     """What all ranks of the job find in their environment; ``counter_map``: where the map is pinned."""
-    plugin = str(config.library("libcheckmate_net.so"))
+    plugin = str(native.library("libcheckmate_net.so"))
     values = {
         "NCCL_NET_PLUGIN": plugin,
         "NCCL_PROFILER_PLUGIN": plugin,

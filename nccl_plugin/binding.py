@@ -6,26 +6,21 @@
 import os
 import sys
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from cffi import FFI
 
-from checkmate.config import CheckmateError, library
+from checkmate import native
+from checkmate.config import CheckmateError
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"
 """NCCL's own variable: the library that it loads."""
 
 
-def _declarations() -> str:
-    """api.h without the lines that only a C preprocessor understands."""
-    text = (resources.files("checkmate.nccl_plugin") / "include/checkmate/api.h").read_text(encoding="utf-8")
-    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-
-
+_HEADERS = [native.header("checkmate.nccl_plugin", "include/checkmate/api.h")]
 _ffi: Any = FFI()
-_ffi.cdef(_declarations())
+_ffi.cdef(native.declarations(_HEADERS))
 
 
 def plugin_path() -> Path:
@@ -34,7 +29,7 @@ def plugin_path() -> Path:
     Both must be the same file, because buckets are registered in the library's own memory.
     """
     chosen = os.environ.get(NET_PLUGIN, "")
-    return Path(chosen) if "/" in chosen else library("libcheckmate_net.so")
+    return Path(chosen) if "/" in chosen else native.library("libcheckmate_net.so")
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,7 @@ class Plugin:
     """The plugin's library in this process. Raises CheckmateError when it cannot be loaded."""
 
     def __init__(self, path: Path | None = None) -> None:
-        path = path or plugin_path()
-        try:
-            self._lib = _ffi.dlopen(str(path))
-        except OSError as error:
-            raise CheckmateError(f"cannot load the plugin {path}: {error}") from None
+        self._lib = native.load(_ffi, path or plugin_path(), _HEADERS)
 
     def register_bucket(self, ptr: int, nbytes: int, bucket: int) -> None:
         """All-reduces that send from exactly ``ptr``, ``nbytes`` long, are those of ``bucket`` from now on."""

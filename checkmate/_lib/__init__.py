@@ -1,1 +1,1 @@
-"""Compiled parts (shared libraries and BPF objects); built by ``make``, located by ``checkmate.config.library``."""
+"""Compiled parts (shared libraries and BPF objects); built by ``make``, located by ``checkmate.native.library``."""

@@ -15,14 +15,14 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cffi import FFI
 
-from checkmate.config import CheckmateError, library
+from checkmate import native
+from checkmate.config import CheckmateError
 
 log = logging.getLogger("checkmate.persist")
 
@@ -134,10 +134,10 @@ class About:
 
 @functools.cache
 def _load() -> tuple[Any, Any]:
-    text = (resources.files("checkmate.persist") / "src/api.h").read_text(encoding="utf-8")
     ffi = FFI()
-    ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
-    return ffi, ffi.dlopen(str(library(_LIBRARY)))
+    headers = [native.header("checkmate.persist", "src/api.h")]
+    ffi.cdef(native.declarations(headers))
+    return ffi, native.load(ffi, native.library(_LIBRARY), headers)
 
 
 class _Call:

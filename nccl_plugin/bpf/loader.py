@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from cffi import FFI
 
-from checkmate.config import CheckmateError, library
+from checkmate.config import CheckmateError
+from checkmate.native import library
 
 MAP_NAME = "counter_map"
 _PROGRAM = "counter"

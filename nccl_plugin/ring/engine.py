@@ -12,26 +12,21 @@ from typing import Any
 
 import cffi
 
-from checkmate import config
+from checkmate import native
 
 _ERROR_BYTES = 512
 _SLICE_S = 0.5
 
+_HEADERS = [native.header("checkmate.nccl_plugin.ring", "ring.h")]
 ffi = cffi.FFI()
-ffi.cdef(
-    "\n".join(
-        line
-        for line in (Path(__file__).parent / "ring.h").read_text(encoding="utf-8").splitlines()
-        if not line.startswith("#")
-    )
-)
+ffi.cdef(native.declarations(_HEADERS))
 _loaded: list[Any] = []
 
 
 def lib() -> Any:
     """The engine's library; loaded at the first call. Raises CheckmateError when it was not built."""
     if not _loaded:
-        _loaded.append(ffi.dlopen(str(config.library("libcheckmate_ring.so"))))
+        _loaded.append(native.load(ffi, native.library("libcheckmate_ring.so"), _HEADERS))
     return _loaded[0]
 
 

@@ -28,8 +28,11 @@ all: ring
 test: ring-test
 clean: ring-clean
 
-$(OUT)/libcheckmate_ring.so: $(RING_OBJECTS)
+$(OUT)/libcheckmate_ring.so: $(RING_OBJECTS) $(RING_BUILD)/abi.o
 	$(CC) -shared -pthread -Wl,--no-undefined -o $@ $^ -ldl
+$(RING_BUILD)/abi.o: src/abi.c ring/ring.h abi.mk
+	@mkdir -p $(@D)
+	$(CC) $(RING_CFLAGS) $(call abi,ring/ring.h) -c -o $@ $<
 $(RING_BUILD)/%.o: ring/%.c
 	@mkdir -p $(@D)
 	$(CC) $(RING_CFLAGS) -MMD -c -o $@ $<

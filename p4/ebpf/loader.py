@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from checkmate import config
+from checkmate import native
 from checkmate.config import CheckmateError
 
 from . import libbpf, netdev
@@ -45,7 +45,7 @@ def preflight(interfaces: Iterable[str], shadow_interfaces: Iterable[str] = (), 
     has_bpf = effective >> _CAP_BPF & 1 or effective >> _CAP_SYS_ADMIN & 1
     if not (has_bpf and effective >> _CAP_NET_ADMIN & 1):
         raise CheckmateError("the switch needs CAP_BPF and CAP_NET_ADMIN to load and attach its programs; run as root")
-    config.library("switch.bpf.o")
+    native.library("switch.bpf.o")
     with contextlib.closing(netdev.Namespace(netns)) as namespace, namespace.entered():
         for name in interfaces:
             netdev.interface_index(name)
@@ -107,7 +107,7 @@ class Switch:
             undo.close()
 
     def _load(self, undo: ExitStack) -> None:
-        loaded = libbpf.Object(config.library("switch.bpf.o"))
+        loaded = libbpf.Object(native.library("switch.bpf.o"))
         undo.callback(loaded.close)
         self._ingress, self._egress = loaded.program("ckm_ingress"), loaded.program("ckm_egress")
         self._ports = loaded.map("ports", "uint32_t", "struct ckm_port")

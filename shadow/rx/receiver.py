@@ -9,14 +9,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cffi import FFI
 
-from checkmate.config import DSCP_TAG, CheckmateError, library
+from checkmate import native
+from checkmate.config import DSCP_TAG, CheckmateError
 
 _CORE = "libcheckmate_shadow_core.so"
 _WITH_PORTS = "libcheckmate_shadow.so"
@@ -290,14 +290,13 @@ def _netns_path(netns: str) -> Path:
 @functools.cache
 def _load(name: str) -> tuple[FFI, Any]:
     try:
-        path = library(name)
+        path = native.library(name)
     except CheckmateError as error:
         if name == _WITH_PORTS:
             raise CheckmateError(f"{error} (ports need DPDK: on Debian `apt install libdpdk-dev dpdk`)") from None
         raise
     ffi = FFI()
-    headers = ["reassembly/api.h"] + ["rx/api.h"] * (name == _WITH_PORTS)
-    for header in headers:
-        text = (resources.files("checkmate.shadow") / header).read_text()
-        ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
-    return ffi, ffi.dlopen(str(path))
+    names = ["reassembly/api.h"] + ["rx/api.h"] * (name == _WITH_PORTS)
+    headers = [native.header("checkmate.shadow", each) for each in names]
+    ffi.cdef(native.declarations(headers))
+    return ffi, native.load(ffi, path, headers)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from checkmate import config
+from checkmate import config, native
 from checkmate.controlplane.reconcile import reconcile
 from checkmate.controlplane.target import Kind, NotPrimaryError, Target, TargetError, UnreachableError, Update
 from checkmate.controlplane.targets.fake import FakeTarget
@@ -162,7 +162,7 @@ def missing(name: str) -> str | None:
     if os.geteuid() != 0:
         return "needs root: makes a network namespace"
     try:
-        config.library("switch.bpf.o") if name == "ebpf" else (bmv2.find_binary(), bmv2.pipeline())
+        native.library("switch.bpf.o") if name == "ebpf" else (bmv2.find_binary(), bmv2.pipeline())
     except config.CheckmateError as error:
         return str(error)
     return None

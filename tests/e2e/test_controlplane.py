@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkmate import config
+from checkmate import config, native
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_offloads
 from checkmate.lab import Lab, LabConfig
@@ -87,7 +87,7 @@ def rack(request: pytest.FixtureRequest) -> Iterator[Rack]:
     if target == "bmv2" and shutil.which(BINARY) is None:
         pytest.skip(f"{BINARY} is not on PATH")
     try:
-        config.library("switch.bpf.o")
+        native.library("switch.bpf.o")
     except config.CheckmateError as error:
         pytest.skip(str(error))
     with Lab(LabConfig(ranks=2, target=target)) as lab:

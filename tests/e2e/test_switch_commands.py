@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkmate import config, examples
+from checkmate import config, examples, native
 from checkmate.lab import Lab, LabConfig, stop
 from checkmate.plan import make_plan
 from checkmate.services import Services
@@ -78,7 +78,7 @@ class Rack:
 def rack(request: pytest.FixtureRequest) -> Iterator[Rack]:
     if request.param == "ebpf":
         try:
-            config.library("switch.bpf.o")
+            native.library("switch.bpf.o")
         except config.CheckmateError as error:
             pytest.skip(str(error))
     elif shutil.which("simple_switch_grpc") is None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ptf.wire import Rack, rack
 
-from checkmate import config
+from checkmate import native
 from checkmate.config import CheckmateError
 from checkmate.p4.ebpf import libbpf, loader
 from checkmate.p4.ebpf.datapath import DatapathFull, Registrar, Replica
@@ -85,7 +85,7 @@ def test_nothing_is_left_after_an_error(built: Rack, monkeypatch: pytest.MonkeyP
 
 
 def test_what_others_attached_stays(built: Rack) -> None:
-    other = libbpf.Object(config.library("switch.bpf.o"))
+    other = libbpf.Object(native.library("switch.bpf.o"))
     with contextlib.closing(Namespace(built.switch_netns)) as namespace, namespace.entered():
         index = socket.if_nametoindex(built.interfaces[1])
         libbpf.add_clsact(index)

@@ -12,8 +12,8 @@ import pytest
 from support import link
 from support.link import DSCP_TAG, Capture, Packet, Rack, stream
 
-from checkmate.config import library
 from checkmate.crc32c import crc32c
+from checkmate.native import library
 from checkmate.nccl_plugin.bpf.loader import CounterProgram
 from checkmate.wire import HEADER_BYTES
 

@@ -14,9 +14,10 @@ import pytest
 
 from checkmate import metrics
 from checkmate.compare import differences, load_state
-from checkmate.config import CheckmateError, library
+from checkmate.config import CheckmateError
 from checkmate.demo import tagged_bytes
 from checkmate.lab import Lab, LabConfig, stop
+from checkmate.native import library
 from checkmate.services import Services
 from checkmate.status import export
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.config import DSCP_TAG, CheckmateError, library
+from checkmate.config import DSCP_TAG, CheckmateError
+from checkmate.native import library
 from checkmate.nccl_plugin.binding import NET_PLUGIN, Plugin, plugin_path
 from checkmate.nccl_plugin.bpf.loader import MAP_NAME, CounterProgram
 
