@@ -103,12 +103,10 @@ def import_command(
     source: Annotated[Path, typer.Argument(help="What to read; with --format dcp a folder.")],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint file to add it to; made if missing.")],
     step: Annotated[int, typer.Option(min=0, help="Step that it is of.")],
-    of: Annotated[Format, typer.Option("--format")] = Format.safetensors,
+    of: Annotated[Format, typer.Option("--format", help="torch: a file of torch.save.")] = Format.safetensors,
     trust: Annotated[bool, typer.Option("--trust", help="Needed for dcp: it may run code when it is read.")] = False,
 ) -> None:
     """Add a state from another format to a checkpoint file."""
-    import torch  # noqa: PLC0415
-
     from checkmate.persist import interchange  # noqa: PLC0415
     from checkmate.persist.checkpointer import Checkpointer  # noqa: PLC0415
 
@@ -117,7 +115,7 @@ def import_command(
     readers: dict[Format, Callable[[Path], Any]] = {
         Format.safetensors: interchange.read_safetensors,
         Format.dcp: interchange.read_dcp,
-        Format.torch: lambda file: torch.load(file, map_location="cpu", weights_only=True),
+        Format.torch: interchange.read_torch,
     }
     try:
         state = readers[of](source)
@@ -139,6 +137,8 @@ def tune_command(
     """Probe the device of PATH for some seconds: chunk size, writers, back end, checkpoints in flight. It is kept."""
     from checkmate.persist.tune import MIB, tune, tuning_path  # noqa: PLC0415
 
+    if path.is_dir():
+        raise CheckmateError(f"{path} is a directory: give the path of a checkpoint file")
     if not path.parent.is_dir():
         raise CheckmateError(f"{path}: the folder {path.parent} does not exist; make it first")
     tuning = tune(path, nbytes=mib * MIB)
@@ -161,7 +161,8 @@ def _load(engine: "Engine", path: Path, step: int | None) -> tuple[int, Any]:
     found = engine.newest() if step is None else next((one for one in held if one.step == step), None)
     if found is None:
         steps = sorted(one.step for one in held)
-        raise CheckmateError(f"{path} holds no checkpoint of --step {step}; it holds {steps or 'none'}")
+        which = "that verifies" if step is None else f"of --step {step}"
+        raise CheckmateError(f"{path} holds no checkpoint {which}; it holds {steps or 'none'}")
     return found.step, read_state(engine, found, "cpu")
 
 

@@ -28,10 +28,10 @@ def encode(value: Any, where: str = "state", tensor: EncodeTensor | None = None)
 
     ``tensor(value, where)`` gives what stands for a tensor; by default its data does.
     """
-    if type(value) in _SCALARS:
+    if type(value) in _SCALARS and not (type(value) is str and _has_surrogates(value)):
         return value
     if type(value) is int:
-        return value if value in _INT_RANGE else {_TAG: "int", "text": str(value)}
+        return value if value in _INT_RANGE else {_TAG: "int", "text": hex(value)}
     if isinstance(value, list):
         return [encode(item, f"{where}[{index}]", tensor) for index, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -40,11 +40,15 @@ def encode(value: Any, where: str = "state", tensor: EncodeTensor | None = None)
         return _encode_map(value, where, tensor)
     if isinstance(value, torch.Tensor):
         return {**(tensor or _encode_tensor)(value, where), _TAG: "tensor"}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float):
         return encode(value.item(), where)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, np.ndarray | np.generic):
+        kind = f"{kind} of dtype {value.dtype}"
+    elif type(value) is str:
+        kind = "text with characters that Unicode does not have"
     raise CheckmateError(
         f"{where} is a {kind}, which cannot be stored: only numbers, text, bytes, tensors, arrays, lists, tuples and "
         f"maps of these can; leave it out of state_dict()"
@@ -61,7 +65,7 @@ def decode(value: Any, tensor: DecodeTensor | None = None) -> Any:  # noqa: PLR0
         case None:
             return {key: decode(item, tensor) for key, item in value.items()}
         case "int":
-            return int(value["text"])
+            return int(value["text"], 0)  # earlier files hold decimals
         case "tuple":
             return tuple(decode(item, tensor) for item in value["items"])
         case "map":
@@ -75,10 +79,21 @@ def decode(value: Any, tensor: DecodeTensor | None = None) -> Any:  # noqa: PLR0
 
 
 def _encode_map(value: dict[Any, Any], where: str, tensor: EncodeTensor | None) -> dict[str, Any]:
-    if all(type(key) is str for key in value) and _TAG not in value:
+    keys = [encode(key, f"{where} key") for key in value]
+    if all(type(key) is str for key in keys) and _TAG not in value:
         return {key: encode(item, f"{where}.{key}", tensor) for key, item in value.items()}
-    pairs = [[encode(key, f"{where} key"), encode(item, f"{where}[{key!r}]", tensor)] for key, item in value.items()]
-    return {_TAG: "map", "items": pairs}
+    items = [encode(item, f"{where}[{key!r}]", tensor) for key, item in value.items()]
+    return {_TAG: "map", "items": [list(pair) for pair in zip(keys, items, strict=True)]}
+
+
+def _has_surrogates(text: str) -> bool:
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import logging
+import os
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from checkmate.persist.device import PinnedPool
 from checkmate.persist.engine import Checkpoint, Code, Engine, Options, PersistError, State, Ticket
 from checkmate.persist.file import CheckpointFile, read_manifest, read_state, require_whole
 from checkmate.persist.snapshot import Snapshot
-from checkmate.persist.state import MapLocation, MemoryKey, memory_key, pack
+from checkmate.persist.state import MapLocation, MemoryKey, StateError, memory_key, pack
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Checkpointer:
     staging buffers; by default twice the capacity, at most a quarter of the machine's.
     ``coordinator``: a commit is one of all ranks, each with a file of its own: ``path`` with ``.RANK-of-WORLD``.
     ``on_error``: what the next ``save`` does about one that failed. ``timeout_s`` bounds every wait.
+    Any thread may call, one save begins after the other; a forked child can not use its parent's.
 
     Raises PersistError for a path that cannot be used, and leaves what is there as it was.
     """
@@ -103,6 +105,9 @@ class Checkpointer:
         self._optimizers: list[tuple[Optimizer, RemovableHandle]] = []
         self._executor: ThreadPoolExecutor | None = None
         self._pinned: PinnedPool | None = None
+        self._pid = os.getpid()
+        self._turn = threading.RLock()
+        """Of the thread that saves, loads or closes; again for a signal handler that does."""
         self._lock = threading.Lock()
         self._running: dict[Future[Saved], Snapshot] = {}
         self._untold: list[Exception] = []
@@ -147,16 +152,17 @@ class Checkpointer:
         """
         step = require_whole("step", step, 0)
         start = time.monotonic()
-        self._tell()
-        number = self._coordinator.next_save() if self._coordinator else 0
-        try:
-            return self._save(state, step, number, start)
-        except BaseException as error:
-            if self._coordinator:
-                self._coordinator.fail(number, str(error))
-            raise
-        finally:
-            self.waited_s += time.monotonic() - start
+        with self._my_turn():
+            self._tell()
+            number = self._coordinator.next_save() if self._coordinator else 0
+            try:
+                return self._save(state, step, number, start)
+            except BaseException as error:
+                if self._coordinator:
+                    self._coordinator.fail(number, str(error))
+                raise
+            finally:
+                self.waited_s += time.monotonic() - start
 
     def wait_copied(self) -> None:
         """Wait until all that was saved may be changed by anybody."""
@@ -169,22 +175,24 @@ class Checkpointer:
         Damaged ones are passed over with a warning. None when there is no checkpoint. Tensors come to the device that
         they were on, or where ``map_location`` says. Raises PersistError: no such step, or it is damaged; StateError.
         """
-        engine = self._file.engine
-        found = [c for c in engine.list() if step in (None, c.step)] if engine else []
-        if self._coordinator:
-            loaded = self._load_agreed(self._coordinator, engine, found, map_location)
-        else:
-            loaded = self._load_newest(engine, [c for c in found if c.published], step, map_location)
-        if loaded is None and step is not None:
-            steps = sorted({c.step for c in engine.list()}) if engine else []
-            raise PersistError(
-                Code.NOT_FOUND, f"{self.path} holds no checkpoint of step {step}; it holds {steps or 'none'}"
-            )
-        if loaded is None:
-            return None
-        checkpoint, state = loaded
-        self._resumed = checkpoint if step is None else None
-        return Loaded(checkpoint.step, state)
+        with self._my_turn():
+            engine = self._file.engine
+            held = [c for c in engine.list() if c.published or self._coordinator] if engine else []
+            found = [c for c in held if step in (None, c.step)]
+            if self._coordinator:
+                loaded = self._load_agreed(self._coordinator, engine, found, map_location)
+            else:
+                loaded = self._load_newest(engine, found, step, map_location)
+            if loaded is None and step is not None:
+                steps = sorted({c.step for c in held})
+                raise PersistError(
+                    Code.NOT_FOUND, f"{self.path} holds no checkpoint of step {step}; it holds {steps or 'none'}"
+                )
+            if loaded is None:
+                return None
+            checkpoint, state = loaded
+            self._resumed = checkpoint if step is None else None
+            return Loaded(checkpoint.step, state)
 
     def list(self) -> Sequence[Checkpoint]:
         """Complete checkpoints, newest first."""
@@ -197,21 +205,33 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the saves in flight and close the file. Raises the error of one that failed and was not told yet."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
-        for _, handle in self._optimizers:
-            handle.remove()
-        try:
-            self._drain()
-            if self._executor:
-                self._executor.shutdown(wait=False)
-        finally:
-            if self._pinned:
-                self._pinned.close()
-            self._file.close(self._timeout_s)
+        with self._my_turn():
+            self._closed = True
+            for _, handle in self._optimizers:
+                handle.remove()
+            try:
+                self._drain()
+                if self._executor:
+                    self._executor.shutdown()  # all are done, but the last may not have told its error yet
+            finally:
+                if self._pinned:
+                    self._pinned.close()
+                self._file.close(self._timeout_s)
         if self._untold:
             raise self._untold.pop()
+
+    @contextlib.contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        if os.getpid() != self._pid:  # the lock may be one that a thread of the parent holds for ever
+            raise PersistError(Code.CLOSED, f"{self.path} was opened by the parent of this process: open it here")
+        if not self._turn.acquire(timeout=self._timeout_s):
+            raise TimeoutError(f"{self.path}: another thread was saving or loading for {self._timeout_s:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     # Saving
 
@@ -224,20 +244,22 @@ class Checkpointer:
         try:
             engine = self._engine_for(packed.data_bytes, len(metadata))
             ticket = engine.begin(step, packed.data_bytes, len(metadata), timeout_s=self._timeout_s)
-        except (PersistError, TimeoutError) as error:
+        except (PersistError, OSError) as error:
             if self._file.engine is None:
                 raise
             return self._failed(error, number)
-        pinned = self._pin(engine) if any(span.storage.is_cuda for span in packed.spans.values()) else None
         try:
+            pinned = self._pin(engine) if any(span.storage.is_cuda for span in packed.spans.values()) else None
             snapshot = Snapshot(packed, ticket, engine.about().options.chunk_bytes, pinned, self._timeout_s)
             snapshot.start()
-        except PersistError as error:
+            executor = self._executor = self._executor or ThreadPoolExecutor(self.in_flight + 1, "checkmate-persist")
+            job = _Job(engine, ticket, snapshot, metadata, step, packed.data_bytes, start, self._coordinator, number)
+            future = executor.submit(job.run, self._timeout_s)
+        except BaseException as error:  # an interrupt, too: its slot would be taken for ever
             ticket.abort()
-            return self._failed(error, number)
-        executor = self._executor = self._executor or ThreadPoolExecutor(self.in_flight + 1, "checkmate-persist")
-        job = _Job(engine, ticket, snapshot, metadata, step, packed.data_bytes, start, self._coordinator, number)
-        future = executor.submit(job.run, self._timeout_s)
+            if isinstance(error, PersistError):
+                return self._failed(error, number)
+            raise
         with self._lock:
             self._running[future] = snapshot
         future.add_done_callback(self._ended)
@@ -248,11 +270,10 @@ class Checkpointer:
         if self._file.needs_rest(data_bytes, meta_bytes):
             self._drain()
             self._unpin()
-        engine = self._file.fit(data_bytes, meta_bytes)
-        if self._resumed:
-            _forget_newer(engine, self._resumed)
+        if self._resumed and self._file.engine:  # before the file is made anew with its newest
+            _forget_newer(self._file.engine, self._resumed)
             self._resumed = None
-        return engine
+        return self._file.fit(data_bytes, meta_bytes)
 
     def _gated(self) -> set[MemoryKey]:
         return {key for optimizer, _ in self._optimizers for key in _memory_of(optimizer, only_stepped=False)}
@@ -268,6 +289,8 @@ class Checkpointer:
             self.waited_s += time.monotonic() - start
 
     def _snapshots(self) -> Sequence[Snapshot]:
+        if os.getpid() != self._pid:  # a child has a copy of all memory, and may do what it likes
+            return ()
         with self._lock:
             return tuple(self._running.values())
 
@@ -390,14 +413,14 @@ def examine(engine: Engine, checkpoint: Checkpoint) -> Finding:
     try:
         engine.verify(checkpoint.counter)
         read_manifest(engine, checkpoint)
-    except PersistError as error:
+    except CheckmateError as error:
         return Finding(checkpoint, str(error))
     return Finding(checkpoint, None)
 
 
 def _identities(engine: Engine, found: Sequence[Checkpoint]) -> Iterator[tuple[tuple[int, str], Checkpoint]]:
     for checkpoint in found:
-        with contextlib.suppress(PersistError):
+        with contextlib.suppress(PersistError, StateError):
             manifest = read_manifest(engine, checkpoint)
             yield (checkpoint.step, f"{manifest['run']}/{manifest['save']}"), checkpoint
 

@@ -10,6 +10,7 @@ import errno
 import functools
 import itertools
 import logging
+import os
 import threading
 import time
 from array import array
@@ -315,6 +316,7 @@ class Engine:
         """The C engine, for ``Ticket``."""
         if not self.handle:
             call.check(call.error.code)
+        self._pid = os.getpid()
         self._calls = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -322,6 +324,8 @@ class Engine:
     @contextlib.contextmanager
     def call(self) -> Iterator[_Call]:
         """Around every call into C: the engine is not freed under it."""
+        if os.getpid() != self._pid:  # the lock may be one that a thread of the parent holds for ever
+            raise PersistError(Code.CLOSED, "the checkpoint file was opened by the parent of this process")
         with self._changed:
             if self._closed:
                 raise PersistError(Code.CLOSED, "the checkpoint file is closed")

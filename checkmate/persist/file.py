@@ -5,16 +5,15 @@ import errno
 import logging
 import operator
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import msgpack
-
-from checkmate.persist.engine import MAX_SLOTS, Checkpoint, Engine, Options, PersistError, create
-from checkmate.persist.state import MapLocation, Span, Stored, chunk_pieces
+from checkmate.persist.engine import MAX_SLOTS, Checkpoint, Code, Engine, Options, PersistError, create
+from checkmate.persist.state import MapLocation, Span, Stored, chunk_pieces, parse_manifest
 from checkmate.persist.tune import Tuning, read_tuning, tune
 
 log = logging.getLogger(__name__)
@@ -44,17 +43,18 @@ class CheckpointFile:
             require_whole("memory", memory, 1)
         if not timeout_s > 0:
             raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 seconds")
-        self.path = path
+        self.path = path.resolve() if path.is_symlink() else path  # what it points to grows, not the link
         self._in_flight = in_flight
         self._options = options
         self._capacity = capacity
         self._memory = memory
         self._timeout_s = timeout_s
         self.engine: Engine | None = None
-        if path.exists() or path.is_symlink():
-            self.engine = self._open(path)
+        self._inode = (0, 0)
+        if self.path.exists():
+            self._use(self._open(self.path))
         else:
-            _require_writable(path)
+            _require_writable(self.path)
 
     @property
     def in_flight(self) -> int:
@@ -68,6 +68,8 @@ class CheckpointFile:
 
         Nothing may be in flight when it grows. Raises PersistError, TimeoutError; the old file is then as it was.
         """
+        if self.engine:
+            self._require_there(self.engine)
         if self.engine and not self.needs_rest(data_bytes, meta_bytes):
             return self.engine
         about = self.engine.about() if self.engine else None
@@ -94,29 +96,49 @@ class CheckpointFile:
         return read_tuning(self.path) or tune(self.path, self._options)
 
     def _make(self, slots: int, data_bytes: int, meta_bytes: int) -> Engine:
-        new = self.path.with_name(f".{self.path.name}.new")
-        new.unlink(missing_ok=True)  # of a process that died here
+        old = self.engine
+        place = self.path.with_name(f".{self.path.name}.new") if old else self.path
+        if old:
+            place.unlink(missing_ok=True)  # of a process that died here
         try:
-            create(new, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
+            create(place, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
         except PersistError as error:
-            raise PersistError(error.code, str(error).replace(str(new), str(self.path), 1)) from None
+            raise PersistError(error.code, str(error).replace(str(place), str(self.path), 1)) from None
         engine = None
         try:
-            engine = self._open(new)
-            if self.engine:
-                self._carry_over(self.engine, engine)
-            new.replace(self.path)
-        except BaseException:
+            engine = self._open(place)
+            if old:
+                self._carry_over(old, engine)
+                shutil.copymode(self.path, place)
+                place.replace(self.path)
+        except BaseException as error:
             if engine:
                 engine.close(self._timeout_s)
-            new.unlink(missing_ok=True)
+            if getattr(error, "code", None) != Code.LOCKED:  # else it is another's already
+                place.unlink(missing_ok=True)
             raise
-        _sync(self.path.parent)
-        old, self.engine = self.engine, engine
+        self._use(engine)
         if old:
             with contextlib.suppress(PersistError):  # errors of its saves are in their futures
                 old.close(self._timeout_s)
+            _sync(self.path.parent)
         return engine
+
+    def _use(self, engine: Engine) -> None:
+        there = self.path.stat()
+        self.engine, self._inode = engine, (there.st_dev, there.st_ino)
+
+    def _require_there(self, engine: Engine) -> None:
+        """Nobody would find what is saved to a file without a name, or to what is left of one that was cut."""
+        with contextlib.suppress(FileNotFoundError):
+            there = self.path.stat()
+            if (there.st_dev, there.st_ino) == self._inode and there.st_size >= engine.about().file_bytes:
+                return
+        raise PersistError(
+            errno.ESTALE,
+            f"{self.path} was removed, replaced or cut short while it was open: nothing can be saved to it any more; "
+            f"make a new Checkpointer",
+        )
 
     def _carry_over(self, old: Engine, new: Engine) -> None:
         checkpoint = old.newest()
@@ -168,9 +190,8 @@ def read_state(engine: Engine, checkpoint: Checkpoint, map_location: MapLocation
 
 
 def read_manifest(engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The manifest of a checkpoint, with what its saver added. Raises PersistError when it is damaged."""
-    manifest: dict[str, Any] = msgpack.unpackb(engine.metadata(checkpoint.counter), strict_map_key=False)
-    return manifest
+    """The manifest of a checkpoint, with what its saver added. Raises PersistError (damaged), StateError."""
+    return parse_manifest(engine.metadata(checkpoint.counter))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,15 @@ def write_torch(path: Path, state: Any) -> None:
     torch.save(state, path)
 
 
+def read_torch(path: Path) -> Any:
+    """The state of a file that torch.save wrote; no code of it is run. Raises what torch.load does."""
+    reconstruct: Any = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    arrays = [(reconstruct, "numpy.core.multiarray._reconstruct"), reconstruct, np.ndarray, np.dtype]
+    kinds = [type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
+    with torch.serialization.safe_globals([*arrays, *kinds]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def write_safetensors(path: Path, state: Any) -> None:
     """Write a nested state. Raises StateError for a data type that the format has not; the file is then not there."""
     tensors: dict[str, Tensor] = {}
@@ -112,17 +122,22 @@ def write_dcp(path: Path, state: Any) -> None:
 
 
 def read_dcp(path: Path) -> Any:
-    """The whole state of a torch.distributed.checkpoint folder.
+    """The whole state of a torch.distributed.checkpoint folder. Raises StateError.
 
     It holds pickles, which run code when they are read: only from a source that you trust.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner  # noqa: PLC0415
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # noqa: PLC0415
 
     state: dict[str, Any] = {}
     everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=everything, no_dist=True)
+    try:
+        _load_state_dict(state, storage_reader=FileSystemReader(path), planner=everything, no_dist=True)
+    except CheckpointException as error:  # no Exception
+        reason, _ = next(iter(error.failures.values()))
+        raise StateError(f"{path} is not a checkpoint folder, or a damaged one: {reason}") from None
     return state
 
 

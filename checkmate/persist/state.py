@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkmate import plain
@@ -77,8 +78,11 @@ class Packed:
     data_bytes: int
 
     def metadata(self, **more: Any) -> bytes:
-        """The manifest as stored, with plain values of the caller's."""
-        data: bytes = msgpack.packb({**self.manifest, **more})
+        """The manifest as stored, with plain values of the caller's. Raises StateError: too deep, or large."""
+        try:
+            data: bytes = msgpack.packb({**self.manifest, **more})
+        except ValueError as error:
+            raise StateError(f"the state cannot be stored: {error}") from None
         return data
 
 
@@ -96,7 +100,12 @@ def pack(state: Any, gated: Collection[MemoryKey] = ()) -> Packed:
         tensors[id(tensor)] = tensor  # kept, so that no other gets the same id
         return {"index": order.setdefault(id(tensor), len(order))}
 
-    tree = plain.encode(state, tensor=index)
+    try:
+        tree = plain.encode(state, tensor=index)
+    except RecursionError:
+        raise StateError("the state is nested too deeply, or holds itself: it cannot be stored") from None
+    except (CheckmateError, ValueError) as error:
+        raise StateError(str(error)) from None
     live = [(tensor, memory_key(tensor)) for tensor in tensors.values()]
     pieces = _Pieces()
     for tensor, key in live:
@@ -113,6 +122,18 @@ def pack(state: Any, gated: Collection[MemoryKey] = ()) -> Packed:
     return Packed(manifest, spans, [(tensor, spans[key]) for tensor, key in live if key in spans], data_bytes)
 
 
+def parse_manifest(metadata: bytes) -> dict[str, Any]:
+    """A manifest as it was stored. Raises StateError for what is none, or one of a later version."""
+    try:
+        manifest: dict[str, Any] = msgpack.unpackb(metadata, strict_map_key=False)
+        version = manifest["version"]
+    except Exception as error:
+        raise StateError(f"the manifest makes no sense: {error!r}") from None
+    if version != VERSION:
+        raise StateError(f"the manifest has version {version}: this Checkmate reads {VERSION}; use a newer one")
+    return manifest
+
+
 @dataclass(frozen=True)
 class Stored:
     """A manifest read back: allocate ``spans``, fill them, then ``unpack``."""
@@ -124,11 +145,8 @@ class Stored:
     @classmethod
     def of(cls, metadata: bytes, data_bytes: int) -> "Stored":
         """Parse and check a manifest, and allocate CPU memory for its spans. Raises StateError."""
+        manifest = parse_manifest(metadata)
         try:
-            manifest = msgpack.unpackb(metadata, strict_map_key=False)
-            version = manifest["version"]
-            if version != VERSION:
-                raise StateError(f"the manifest has version {version}: this Checkmate reads {VERSION}; use a newer one")
             sizes = [(_size(nbytes), str(device)) for nbytes, device in manifest["spans"]]
         except StateError:
             raise
@@ -166,14 +184,7 @@ class _Pieces:
     def add(self, tensor: Tensor, key: MemoryKey) -> None:
         if key == NOWHERE:
             return
-        size = tensor.element_size()
-        start = int(tensor.storage_offset()) * size
-        if tensor.is_contiguous():
-            end = start + tensor.numel() * size
-        else:
-            end = start + size * (
-                1 + sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            )
+        start, end = int(tensor.storage_offset()) * tensor.element_size(), _end(tensor)
         start -= start % _ALIGN
         if held := self.used.get(key):
             storage, first, last = held
@@ -194,6 +205,15 @@ class _Pieces:
 def memory_key(tensor: Tensor) -> MemoryKey:
     """Of the memory that a tensor lies in; NOWHERE without elements."""
     return (tensor.device, tensor.untyped_storage().data_ptr()) if tensor.numel() else NOWHERE
+
+
+def _end(tensor: Tensor) -> int:
+    """The byte of its storage behind the last one of a tensor that has elements."""
+    if tensor.is_contiguous():
+        reach = tensor.numel()
+    else:
+        reach = 1 + sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + reach) * tensor.element_size()
 
 
 def _describe(tensor: Tensor, number: int, span: Span | None) -> list[Any]:
@@ -243,13 +263,31 @@ def _destination(device: str, map_location: MapLocation) -> Device:
 
 
 def _require_plain(tensor: Tensor, where: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise StateError(f"{where} is a sparse or quantized tensor, which cannot be stored; make it dense")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise StateError(f"{where} is a sparse, nested or quantized tensor, which cannot be stored; make it dense")
     if is_traceable_wrapper_subclass(tensor):
         kind = type(tensor).__name__
         raise StateError(f"{where} is a {kind}: only plain tensors can be stored; for a DTensor give its to_local()")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise StateError(f"{where} is on device {tensor.device}: only tensors on cpu and cuda can be stored")
+    if is_lazy(tensor):
+        raise StateError(f"{where} is not initialised yet: run the model once before it is saved")
+    if not _has_memory(tensor):
+        raise StateError(
+            f"{where} is a {type(tensor).__name__} without memory of its own (freed, fake, or a wrapper of another): "
+            f"only plain tensors can be stored"
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """False where reading its elements would read what isn't there."""
+    if not tensor.numel():
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() != 0 and storage.device == tensor.device and _end(tensor) <= storage.nbytes()
+    except RuntimeError:  # torch's, for tensors that have none at all
+        return False
 
 
 def _size(value: Any) -> int:

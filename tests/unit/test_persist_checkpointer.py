@@ -13,7 +13,7 @@ import torch
 from checkmate.config import CheckmateError
 from checkmate.persist import tune as tuning
 from checkmate.persist.checkpointer import Checkpointer
-from checkmate.persist.engine import Backend, Options, PersistError
+from checkmate.persist.engine import Backend, Engine, Options, PersistError
 
 CHUNK = 64 << 10
 PATIENCE_S = 60.0
@@ -69,6 +69,18 @@ def test_a_new_process_finds_the_newest(tmp_path: Path) -> None:
         assert torch.equal(older.state["data"], state(20)["data"])  # type: ignore[arg-type]
         with pytest.raises(PersistError, match=r"no checkpoint of step 5; it holds \[10, 20, 30\]"):
             checkpointer.load(step=5)
+
+
+def test_what_was_never_committed_is_not_offered(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1)
+    with Engine(tmp_path / "c") as engine:
+        ticket = engine.begin(2, 0, timeout_s=PATIENCE_S)
+        ticket.finish(publish=False)
+        ticket.wait(PATIENCE_S)
+    with opened(tmp_path / "c") as checkpointer:
+        assert [one.step for one in checkpointer.list()] == [2, 1]
+        with pytest.raises(PersistError, match=r"no checkpoint of step 2; it holds \[1\]"):
+            checkpointer.load(step=2)
 
 
 def test_nothing_saved_yet(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,8 +12,8 @@ from typer.testing import CliRunner
 from checkmate.cli import app
 from checkmate.config import CheckmateError
 from checkmate.persist.checkpointer import Checkpointer
-from checkmate.persist.engine import Options
-from checkmate.persist.interchange import read_safetensors, write_safetensors
+from checkmate.persist.engine import Engine, Options, create
+from checkmate.persist.interchange import read_safetensors, read_torch, write_safetensors
 from checkmate.persist.state import StateError
 from checkmate.tensors import is_same
 
@@ -99,6 +100,41 @@ def test_export_for_torch_and_dcp(path: Path, tmp_path: Path) -> None:
         same(loaded.state["model"], training_state()["model"])
 
 
+def test_torch_files_with_arrays_come_back(tmp_path: Path) -> None:
+    numbers = np.random.RandomState(1)
+    kept = [numbers.get_state(), np.arange(3, dtype="i2"), np.array([True]), np.float16([0.5])]
+    torch.save({"kept": kept, "t": torch.ones(2)}, tmp_path / "in")
+    assert call("import", tmp_path / "in", tmp_path / "c", "--step", 1, "--format", "torch").exit_code == 0
+    assert call("export", tmp_path / "c", tmp_path / "out", "--format", "torch").exit_code == 0
+    state = read_torch(tmp_path / "out")
+    other = np.random.RandomState(2)
+    other.set_state(state["kept"][0])
+    assert other.random_sample() == numbers.random_sample()
+    for left, right in zip(state["kept"][1:], kept[1:], strict=True):
+        assert left.dtype == right.dtype and left.tobytes() == right.tobytes()
+
+
+def test_torch_files_with_code_are_refused(tmp_path: Path) -> None:
+    torch.save({"call": print}, tmp_path / "in")
+    result = call("import", tmp_path / "in", tmp_path / "c", "--step", 1, "--format", "torch")
+    assert "cannot be read as torch" in str(result.exception)
+
+
+def test_a_checkpoint_that_is_no_state(tmp_path: Path) -> None:
+    """Whoever uses the engine alone may keep what he likes in a file."""
+    path = tmp_path / "c"
+    create(path, slots=2, data_bytes=10, meta_bytes=10)
+    assert "holds no checkpoint that verifies" in str(call("export", path, tmp_path / "out").exception)
+    with Engine(path) as engine:
+        ticket = engine.begin(1, 4, 3, timeout_s=60)
+        ticket.write(0, b"data")
+        ticket.finish(b"xyz")
+        ticket.wait(60)
+    result = call("verify", path, "--json")
+    assert result.exit_code == 1
+    assert "the manifest makes no sense" in json.loads(result.output)["checkpoints"][0]["problem"]
+
+
 def test_tune(tmp_path: Path) -> None:
     answer = json.loads(call("tune", tmp_path / "c", "--mib", 4, "--json").output)
     assert answer["rate"] > 0
@@ -118,7 +154,9 @@ def test_tune(tmp_path: Path) -> None:
         (["import", "{}/junk", "{}/d", "--step", "1"], "not a safetensors file"),
         (["import", "{}/junk", "{}/d", "--step", "1", "--format", "torch"], "cannot be read as torch"),
         (["import", "{}/junk", "{}/d", "--step", "1", "--format", "dcp"], "--trust"),
+        (["import", "{}/junk", "{}/d", "--step", "1", "--format", "dcp", "--trust"], "junk is not a checkpoint folder"),
         (["tune", "{}/no/where"], "does not exist"),
+        (["tune", "{}"], "is a directory"),
     ],
 )
 def test_bad_input(path: Path, tmp_path: Path, arguments: list[str], text: str) -> None:

@@ -42,11 +42,11 @@ class Job:
         options = Options(chunk_bytes=65536, writers=1)
         return Checkpointer(self._folder / "c", in_flight=2, options=options, coordinator=coordinator)
 
-    def save(self, step: int) -> list[object]:
+    def save(self, step: int, elements: int = 5000) -> list[object]:
         """Each rank's outcome: True, or the error."""
 
         def act(rank: int) -> object:
-            future = self.ranks[rank].save({"rank": rank, "t": torch.full((5000,), float(step))}, step)
+            future = self.ranks[rank].save({"rank": rank, "t": torch.full((elements,), float(step))}, step)
             return future.exception(PATIENCE_S) or future.result().newest
 
         return together(act, len(self.ranks))
@@ -170,6 +170,25 @@ def test_prepared_on_all_ranks_is_held_by_all_ranks(tmp_path: Path, monkeypatch:
     again = Job(tmp_path)
     assert again.load() == [2] * WORLD
     assert again.save(3) == [True] * WORLD
+    again.close()
+
+
+def test_what_was_resumed_outlives_a_larger_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody had published it, and the first save after the restart makes the file anew, with its newest."""
+
+    def gone(self: Coordinator, save: int, step: int) -> None:
+        raise StoreError("the job's store failed: connection reset")
+
+    job = Job(tmp_path)
+    job.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "commit", gone)
+        job.save(2)
+    job.close()
+    again = Job(tmp_path)
+    assert again.load() == [2] * WORLD
+    assert again.save(3, elements=50_000) == [True] * WORLD
+    assert [one.step for one in again.ranks[0].list()] == [3, 2]
     again.close()
 
 

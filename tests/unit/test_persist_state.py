@@ -1,7 +1,9 @@
 """States as flat bytes and a manifest, and back: every kind of tensor, sharing kept, nothing executed."""
 
 import random
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkmate.config import CheckmateError
 from checkmate.persist.state import Span, StateError, Stored, chunk_pieces, memory_key, pack
@@ -148,8 +151,51 @@ def equal(left: Any, right: Any) -> None:
     ],
 )
 def test_what_cannot_be_stored_is_named(value: object, text: str) -> None:
-    with pytest.raises(CheckmateError, match=text):
+    with pytest.raises(StateError, match=text):
         pack({"a": value})
+
+
+def freed(nbytes: int) -> torch.Tensor:
+    """As FSDP leaves its flat parameters."""
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: freed(0), "is a Tensor without memory"),
+        (lambda: freed(40), "is a Tensor without memory"),
+        (lambda: FakeTensorMode().from_tensor(torch.ones(9)), "is a FakeTensor without memory"),
+        (lambda: torch.masked.masked_tensor(torch.ones(1), torch.ones(1) > 0), "is a MaskedTensor without memory"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a sparse, nested or quantized"),
+        (lambda: torch.nn.LazyLinear(3).weight, "is not initialised yet"),
+    ],
+    ids=["freed", "cut", "fake", "masked", "nested", "lazy"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
+def test_what_has_no_memory_is_never_read(make: Callable[[], torch.Tensor], text: str) -> None:
+    with pytest.raises(StateError, match=rf"state\.a {text}"):
+        pack({"a": make()})
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000])
+def test_too_deep_is_refused(limit: int) -> None:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        with pytest.raises(StateError, match=r"nested too deeply|recursion limit"):
+            pack(nested(2000)).metadata()
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_gated_memory_comes_last() -> None:

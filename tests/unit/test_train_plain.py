@@ -53,10 +53,25 @@ def test_numpy_comes_back() -> None:
     assert math.isnan(roundtrip(float("nan")))
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, torch.float32, np.array(["a"]), 1j])
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), "\U0001f600\0"], ids=["large", "negative", "text"])
+def test_large_numbers_and_any_text_come_back(value: Any) -> None:
+    assert roundtrip([value]) == [value]
+    assert plain.decode({"~": "int", "text": str(2**70)}) == 2**70  # as earlier versions wrote it
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(object(), {1, 2}, lambda: 0, torch.float32, np.array(["a"]), 1j),
+        *(np.longdouble(1), np.complex64(1j), np.ma.array([1.0], mask=[True]), "\ud800"),
+    ],
+)
 def test_other_values_are_refused_with_their_place(value: Any) -> None:
     with pytest.raises(CheckmateError, match=r"ema\.inner\[1\] is a "):
         plain.encode({"inner": [0, value]}, "ema")
+    if isinstance(value, str):
+        with pytest.raises(CheckmateError, match=r"ema key is a "):
+            plain.encode({value: 0}, "ema")
 
 
 def draw() -> tuple[float, ...]:

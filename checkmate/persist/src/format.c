@@ -27,13 +27,16 @@ static int all_zero(const union ckp_block *block)
     return block->bytes[0] == 0 && memcmp(block->bytes, block->bytes + 1, sizeof block->bytes - 1) == 0;
 }
 
+int ckp_sealed(const union ckp_block *block, const char *magic)
+{
+    return memcmp(block->prefix.magic, magic, sizeof block->prefix.magic) == 0 && block->prefix.crc == checksum(block);
+}
+
 enum ckp_block_state ckp_check(const union ckp_block *block, const char *magic)
 {
     if (all_zero(block))
         return CKP_BLOCK_EMPTY;
-    if (memcmp(block->prefix.magic, magic, sizeof block->prefix.magic) || block->prefix.version != CKP_FORMAT)
-        return CKP_BLOCK_BAD;
-    return block->prefix.crc == checksum(block) ? CKP_BLOCK_GOOD : CKP_BLOCK_BAD;
+    return ckp_sealed(block, magic) && block->prefix.version == CKP_FORMAT ? CKP_BLOCK_GOOD : CKP_BLOCK_BAD;
 }
 
 /* The table has room for chunks of a single block, so that any chunk size can be used later. */

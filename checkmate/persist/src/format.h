@@ -113,6 +113,9 @@ static inline uint64_t ckp_slot_start(const struct ckp_superblock *super, uint32
 /* Set magic, version and the file's identity; then the checksum over all that the block holds. */
 void ckp_seal(union ckp_block *block, const char *magic, const uint8_t file[16]);
 
+/* Checksum and magic, of any version. */
+int ckp_sealed(const union ckp_block *block, const char *magic);
+
 /* Checksum and magic, of this version. All zeros is EMPTY. */
 enum ckp_block_state ckp_check(const union ckp_block *block, const char *magic);
 

@@ -48,12 +48,12 @@ static int choose_super(struct ckp_found *found, const union ckp_block blocks[CK
 {
     int first = ckp_check(&blocks[0], CKP_SUPER_MAGIC) == CKP_BLOCK_GOOD;
     int second = ckp_check(&blocks[1], CKP_SUPER_MAGIC) == CKP_BLOCK_GOOD;
-    const union ckp_block *own = is_super(&blocks[0]) ? &blocks[0] : &blocks[1];
 
-    if (is_super(own) && own->prefix.version != CKP_FORMAT)
-        return ckp_fail(error, CKP_VERSION,
-                        "the file has format version %" PRIu32 ", this Checkmate knows 1 to %u; use a newer one",
-                        own->prefix.version, CKP_FORMAT);
+    for (uint32_t i = 0; i < CKP_SUPERBLOCKS; i++)
+        if (ckp_sealed(&blocks[i], CKP_SUPER_MAGIC) && blocks[i].prefix.version != CKP_FORMAT)
+            return ckp_fail(error, CKP_VERSION,
+                            "the file has format version %" PRIu32 ", this Checkmate knows 1 to %u; use a newer one",
+                            blocks[i].prefix.version, CKP_FORMAT);
     if (!first && !second)
         return refuse(blocks, error);
     if (first && second && memcmp(&blocks[0], &blocks[1], sizeof blocks[0]))
