@@ -33,6 +33,7 @@ import msgpack
 from checkmate.config import CheckmateError
 
 MAX_MESSAGE = 64 << 20
+MAX_THREADS = 1024
 VERSION = 3
 SETTLE_S = 120.0
 """How long a shadow of several may take to make the steps that it held back, before it serves a restore."""
@@ -154,7 +155,7 @@ class StepRecord(Message):
     and ``params``, names (None: all that have a gradient), and ``masters``: it was done to the gradients of master
     copies, after they were converted from their parameters'. ``scaler``: ``grad_scale`` and ``found_inf`` that a
     GradScaler handed to a fused optimizer. Tensors in ``changes`` and ``scaler`` are as ``checkmate.plain`` makes
-    them.
+    them. ``threads``: of torch, that the step is cut into, where that shows in the bits; 0: it does not.
     """
 
     TYPE: ClassVar[str] = "step"
@@ -166,6 +167,7 @@ class StepRecord(Message):
     absent: list[str] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
     scaler: dict[str, Any] | None = None
+    threads: int = 0
 
 
 @dataclass(frozen=True)

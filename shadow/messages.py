@@ -6,6 +6,7 @@ from torch import Tensor
 
 from checkmate import plain
 from checkmate.protocol import (
+    MAX_THREADS,
     Boundary,
     Digests,
     Layout,
@@ -35,6 +36,7 @@ def check(message: Message) -> None:
             _expect(message, "absent", _all(message.absent, _is_text))
             _expect(message, "changes", _all(message.changes, _is_change))
             _expect(message, "scaler", message.scaler is None or _is_scaler(message.scaler))
+            _expect(message, "threads", _is_count(message.threads) and message.threads <= MAX_THREADS)
         case Digests():
             _expect(message, "step", _is_count(message.step, 1))
             _expect(message, "blocks", _all(message.blocks, _is_block))

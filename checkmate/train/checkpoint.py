@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate import metrics, plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Layout, Message, StepRecord
-from checkmate.tensors import named_state, pack_group, unpack_state
+from checkmate.tensors import named_state, pack_group, step_threads, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.agreement import Position, Span, newest_position
 from checkmate.train.boundary import RankState
@@ -420,6 +420,7 @@ class Checkpoint:
             self._hook.absent() if is_used else [],
             self._hook.changes() if is_used else [],
             scaler,
+            step_threads(self._optimizer),
         )
         self._links.send(record)
 

@@ -126,6 +126,13 @@ def _optimizer(
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             yield f"parameter group {index} is differentiable, which no shadow can be"
+        if cls is torch.optim.SGD and group["fused"] and group["momentum"]:
+            for param in group["params"]:
+                if param.device.type == "cpu" and param.dtype.itemsize < torch.float32.itemsize:
+                    yield (
+                        f"parameter group {index} is for torch's fused SGD with momentum and holds {param.dtype}: that "
+                        "kernel rounds the momentum of a tensor's last elements differently each time; use foreach=True"
+                    )
         for param in group["params"]:
             if id(param) not in names_of_all | names_of_copies:
                 shape = list(param.shape)

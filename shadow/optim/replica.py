@@ -1,7 +1,8 @@
 """The trainer's parameters and optimizer on the shadow: torch's own optimizer, stepped with received gradients."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class Replica:
                 set_group(group, _steppable(fields))
             self._optimizer.__dict__.update(scaler)
             try:
-                for block in self._blocks(layout):
-                    self._step(record, block, buckets)
+                with _threads(record.threads):
+                    for block in self._blocks(layout):
+                        self._step(record, block, buckets)
                 for name, master in self._masters.items():
                     self._params[name].detach().copy_(master.detach())
             finally:
@@ -330,6 +332,17 @@ class Replica:
                     nn.utils.clip_grad_value_(params, change["clip_value"], change["foreach"])
                 case "unscale":
                     _unscale([p.grad for p in params if p.grad is not None], plain.decode(change["inv_scale"]))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many for torch as the trainer has; 0: as there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _drop_gradients(params: Sequence[Tensor]) -> None:

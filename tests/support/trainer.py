@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.protocol import Layout, Seed, StepRecord, receive
-from checkmate.tensors import is_same, named_state, pack_group, pack_state
+from checkmate.tensors import is_same, named_state, pack_group, pack_state, step_threads
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -63,12 +63,19 @@ class Step:
 class Trainer:
     """Model, optimizer and LR schedule; ``train`` makes one step and returns what a shadow would get."""
 
-    def __init__(self, make: MakeOptimizer = adamw, model: Callable[[], nn.Module] = small_model, buckets: int = 3):
+    def __init__(
+        self,
+        make: MakeOptimizer = adamw,
+        model: Callable[[], nn.Module] = small_model,
+        buckets: int = 3,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.net = model()
         self.optimizer = make(self.net)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda t: 1.0 / (1 + t))
         self.step = 0
         self._buckets = buckets
+        self._dtype = next(self.net.parameters()).dtype
 
     def seed(self) -> tuple[Seed, list[Tensor]]:
         """The state now, the tensors copied."""
@@ -81,9 +88,10 @@ class Trainer:
         self.step += 1
         torch.manual_seed(self.step)
         self.optimizer.zero_grad()
-        self.net(torch.randn(4, 3, 5, 5)).square().mean().backward()
+        self.net(torch.randn(4, 3, 5, 5).to(self._dtype)).square().mean().backward()
         layout, buckets = self._place()
-        record = StepRecord(self.step, layout.digest, [pack_group(g) for g in self.optimizer.param_groups], skip)
+        groups = [pack_group(group) for group in self.optimizer.param_groups]
+        record = StepRecord(self.step, layout.digest, groups, skip, threads=step_threads(self.optimizer))
         if not skip:
             self.optimizer.step()
             self.scheduler.step()
@@ -111,8 +119,9 @@ class Trainer:
                 stored = torch.empty_like(param).copy_(param.grad)
                 flat.append(stored.as_strided((stored.numel(),), (1,)))
             raw = torch.cat(flat) if flat else torch.empty(0)
-            data[bucket] = bytearray(raw.numpy().tobytes())
-            lines.append({"bucket": bucket, "bytes": len(data[bucket]), "dtype": "float32", "params": place})
+            data[bucket] = bytearray(raw.view(torch.uint8).numpy().tobytes())
+            dtype = str(self._dtype).removeprefix("torch.")
+            lines.append({"bucket": bucket, "bytes": len(data[bucket]), "dtype": dtype, "params": place})
         return Layout(hashlib.sha256(repr(lines).encode()).hexdigest(), lines), data
 
 

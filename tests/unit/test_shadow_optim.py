@@ -1,5 +1,6 @@
 """The shadow's replica of an optimizer is the trainer's, bit for bit, or refuses with a name."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +56,46 @@ def test_follows_to_the_bit(name: str) -> None:
         follow(trainer, replica, skip=index == 4)
         assert gaps(trainer, replica) == []
         assert replica.differences(*trainer.seed()) == []
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def large(dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """So many weights that torch cuts their step among threads."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(75, 1403), nn.Tanh(), nn.Linear(1403, 3)).to(dtype)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["adamw fused", "adamw for-loop", "sgd nesterov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_follows_a_trainer_of_other_threads(name: str, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+    trainer = Trainer(OPTIMIZERS[name], large(dtype))
+    replica = Replica(*trainer.seed())
+    for _ in range(4):
+        set_threads(3)
+        step = trainer.train()
+        set_threads(1)
+        replica.apply(step.record, step.layout, {b: memoryview(data) for b, data in step.buckets.items()})
+    assert replica.differences(*trainer.seed()) == []
+    assert torch.get_num_threads() == 1
+
+
+def test_threads_show_in_the_bits_of_16_bit_parameters(set_threads: Callable[[int], None]) -> None:
+    trainers = [Trainer(OPTIMIZERS["sgd nesterov"], large(torch.bfloat16)) for _ in range(2)]
+    for threads, trainer in zip((1, 3), trainers, strict=True):
+        set_threads(threads)
+        for _ in range(4):
+            trainer.train()
+    assert Replica(*trainers[0].seed()).differences(*trainers[1].seed())
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw fused", "sgd nesterov"])

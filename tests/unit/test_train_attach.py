@@ -267,6 +267,12 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
     registry._schedulers.clear()
     refuse("a learning-rate scheduler was made before attach", ddp, optimizer)
 
+    narrow = DistributedDataParallel(nn.Linear(3, 3).bfloat16())
+    refuse(
+        "group 0 is for torch's fused SGD with momentum and holds torch.bfloat16",
+        narrow,
+        SGD(narrow.parameters(), momentum=0.9, fused=True),
+    )
     sparse = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
     refuse("has sparse gradients", sparse, SGD(sparse.parameters()))
     hooked, optimizer = build()
