@@ -68,6 +68,25 @@ def receive_tensors(sock: socket.socket, manifest: Manifest) -> list[Tensor]:
     return [_receive_tensor(sock, *entry) for entry in [_entry(line) for line in manifest]]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard of a DTensor, sharing memory, all of any other."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
+
+def as_local_of(whole: Tensor, held: Tensor) -> Tensor:
+    """``held`` as a tensor of the kind of ``whole``: this rank's shard of such a DTensor, or itself."""
+    if local(whole) is whole or local(held) is not held:
+        return held
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow, and a shadow has none
+
+    sharded: Any = whole
+    made: Tensor = DTensor.from_local(
+        held, sharded.device_mesh, sharded.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
 def named_state(module: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
     """Parameters and buffers of a bare module as its ``state_dict`` has them: every name of a shared tensor, too."""
     saved = module.state_dict(keep_vars=True).keys()
@@ -99,12 +118,13 @@ def pack_state(
     """Optimizer description, manifest and tensors of a ``Seed`` or ``State``; ``named_state`` gives the first two.
 
     The tensors are the live ones, not copies: nothing may change them until they are sent. Reading changes nothing.
+    Of DTensors it is this rank's shards.
     """
     params, param_aliases = _split_aliases(named_params)
     buffers, buffer_aliases = _split_aliases(named_buffers)
     names = _names_by_identity(params, optimizer)
-    entries = [(name, "param", tensor.detach()) for name, tensor in params.items()]
-    entries += [(name, "buffer", tensor.detach()) for name, tensor in buffers.items()]
+    entries = [(name, "param", local(tensor).detach()) for name, tensor in params.items()]
+    entries += [(name, "buffer", local(tensor).detach()) for name, tensor in buffers.items()]
     entries += [(name, f"alias.{first}", torch.empty(0)) for name, first in (param_aliases | buffer_aliases).items()]
     scalars: dict[str, dict[str, Any]] = {}
     groups = []
@@ -114,7 +134,7 @@ def pack_state(
         for name, param in zip(members, group["params"], strict=True):
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    entries.append((name, f"state.{key}", value.detach()))
+                    entries.append((name, f"state.{key}", local(value).detach()))
                 else:
                     scalars.setdefault(name, {})[key] = _pack_value(f"state.{key} of {name}", value)
     description = {"class": optimizer_class_name(optimizer), "groups": groups, "scalars": scalars}
@@ -137,8 +157,8 @@ def unpack_state(
     """
     params, param_aliases = _split_aliases(named_params)
     buffers, buffer_aliases = _split_aliases(named_buffers)
-    live = {("param", name): tensor for name, tensor in params.items()}
-    live |= {("buffer", name): tensor for name, tensor in buffers.items()}
+    live = {("param", name): local(tensor) for name, tensor in params.items()}
+    live |= {("buffer", name): local(tensor) for name, tensor in buffers.items()}
     aliases = {(f"alias.{first}", name) for name, first in (param_aliases | buffer_aliases).items()}
     packed = {(line[1], line[0]): tensor for line, tensor in zip(manifest, tensors, strict=True)}
     state = _state_by_name(description, packed)
@@ -419,9 +439,11 @@ def _load_param_state(
         old = present.get(key)
         if not isinstance(value, Tensor):
             fresh[key] = value
-        elif isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype:
-            fresh[key] = old.detach().copy_(value)
+        elif isinstance(old, Tensor) and local(old).shape == value.shape and old.dtype == value.dtype:
+            local(old).detach().copy_(value)
+            fresh[key] = old
         else:
             on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-            fresh[key] = value.detach().to("cpu" if on_cpu else param.device, copy=True)
+            copy = value.detach().to("cpu" if on_cpu else param.device, copy=True)
+            fresh[key] = copy if key == "step" else as_local_of(param, copy)
     optimizer.state[param] = fresh

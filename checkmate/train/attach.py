@@ -1,12 +1,11 @@
-"""``checkmate.attach``: makes a shadow follow a DistributedDataParallel model and its optimizer."""
+"""``checkmate.attach``: makes a shadow follow a replicated model and its optimizer."""
 
 from collections.abc import Mapping
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from checkmate.config import CheckmateError
 from checkmate.train import checks, registry
@@ -16,19 +15,20 @@ from checkmate.train.client import Client
 from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
 from checkmate.train.fleet import Fleet
-from checkmate.train.hook import TagPlugin
+from checkmate.train.hsdp import replicated
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
+from checkmate.train.reductions import TagPlugin
 from checkmate.train.rings import probe_rings
 from checkmate.train.settings import Settings
 from checkmate.train.shards import Shard, cut
 
-ATTACHED: "WeakSet[DistributedDataParallel]" = WeakSet()
+ATTACHED: "WeakSet[nn.Module]" = WeakSet()
 """Modules that a shadow follows: what attaches by itself leaves them alone."""
 
 
 def attach(
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     stateful: Mapping[str, Stateful] | None = None,
@@ -36,6 +36,7 @@ def attach(
 ) -> Checkpoint:
     """Let the job's shadow follow every optimizer step of ``ddp``; all ranks call it, before the first backward.
 
+    ``ddp``: a DistributedDataParallel, or what ``fully_shard`` made with a mesh of two dimensions (HSDP).
     ``stateful``: further objects with state_dict() and load_state_dict() to restore, by name; learning-rate schedulers
     made after this call are found without. ``masters``: where the optimizer holds copies of more bits instead of the
     module's parameters, each copy by its parameter's name. The script gives a copy the parameter's gradient, converted,
@@ -48,7 +49,7 @@ def attach(
 
 def attach_unless(
     problem: str | None,
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     optimizer: torch.optim.Optimizer,
     stateful: Mapping[str, Stateful],
     masters: Mapping[str, Tensor],
@@ -59,27 +60,28 @@ def attach_unless(
         raise CheckmateError(problem or "torch.distributed is not initialised")
     registry.install()
     TRACKER.install()
-    peers = Peers(getattr(ddp, "process_group", None), getattr(ddp, "device", torch.device("cpu")))
+    model = replicated(ddp) if problem is None else None
+    peers = Peers(getattr(model, "process_group", None), getattr(model, "device", torch.device("cpu")))
     parts: tuple[Settings, list[Shard], TagPlugin, RankState, Masters] | None = None
-    if problem is None:
+    if model is not None:
         try:
-            state = RankState(ddp.module, optimizer, stateful, peers.rank, peers.world)
+            state = RankState(model.module, optimizer, stateful, peers.rank, peers.world)
             state.check()
             settings = Settings.from_environment()
             settings.check_members(peers.members, peers.job)
-            shards = cut(ddp.module, len(settings.shadows))
-            parts = settings, shards, load_plugin(), state, Masters(ddp.module, masters)
+            shards = cut(model.module, len(settings.shadows))
+            parts = settings, shards, load_plugin(), state, Masters(model.module, masters)
         except (CheckmateError, OSError) as error:
             problem = str(error)
     refusing = peers.find(problem is not None)
-    if parts is not None and not refusing:
+    if model is not None and parts is not None and not refusing:
         settings, shards, plugin, state, copies = parts
-        probe_rings(ddp, plugin)
+        probe_rings(model, plugin)
         ATTACHED.add(ddp)
         fleet = Fleet([Client(settings, where, peers.rank, peers.world) for where in settings.shadows], shards)
         everybody = [Client(settings, where, peers.rank, peers.world) for where in settings.job_shadows]
-        digests = DigestSender(settings.verify, ddp.module, optimizer, copies)
-        return Checkpoint(ddp, optimizer, state, fleet, everybody, plugin, peers, copies, digests)
+        digests = DigestSender(settings.verify, model.module, optimizer, copies)
+        return Checkpoint(model, optimizer, state, fleet, everybody, plugin, peers, copies, digests)
     TRACKER.remove()
     raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
 

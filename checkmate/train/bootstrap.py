@@ -1,7 +1,8 @@
 """``python -m checkmate.train.bootstrap SCRIPT ARGS…``: run an unmodified training script with Checkmate attached.
 
 Attaching and resuming happen when the script first iterates a DataLoader, calls forward or, in a job of several groups,
-sends to or receives from a rank, once there is a DistributedDataParallel module and an optimizer of its parameters.
+sends to or receives from a rank, once there is a DistributedDataParallel module, or one that ``fully_shard`` made, and
+an optimizer of its parameters.
 That is before anything depends on the data order, and before a rank waits for another one that already attaches.
 If the run cannot be followed, one warning says why and the script runs as it would alone; but when state exists and
 cannot be restored, the script stops. Without CHECKMATE_SHADOWS nothing is attached; with CHECKMATE_BACKEND=checkmate
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.config import CheckmateError
@@ -42,7 +45,7 @@ class AutoAttach:
     """Attaches when a script is ready for it."""
 
     def __init__(self) -> None:
-        self._modules: list[weakref.ReferenceType[DistributedDataParallel]] = []
+        self._modules: list[weakref.ReferenceType[nn.Module]] = []
         self._is_over = False
         self._checkpoint: Checkpoint | None = None
 
@@ -58,15 +61,19 @@ class AutoAttach:
         @functools.wraps(original)
         def init(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             original(ddp, *args, **kwargs)
-            self._modules.append(weakref.ref(ddp))
-            ddp.register_forward_pre_hook(lambda _module, _args: self._before_forward(), prepend=True)
+            self._note(ddp)
 
         DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
+        _after_sharding(self._note)
 
     def close(self, finished: bool) -> None:
         """The script is over; ``finished`` False: by an error."""
         if self._checkpoint is not None:
             self._checkpoint.close(finished)
+
+    def _note(self, module: nn.Module) -> None:
+        self._modules.append(weakref.ref(module))
+        module.register_forward_pre_hook(lambda _module, _args: self._before_forward(), prepend=True)
 
     def _before_forward(self) -> None:
         if self._is_over:
@@ -80,7 +87,7 @@ class AutoAttach:
             self._try_attach()
 
     def _try_attach(self) -> None:
-        modules = [module for reference in self._modules if (module := reference()) is not None]
+        modules = _outermost([module for reference in self._modules if (module := reference()) is not None])
         optimizers = [item for item in registry.optimizers() if any(_trains(item, module) for module in modules)]
         if self._is_over or not optimizers:
             self._refuse_shards()
@@ -91,7 +98,10 @@ class AutoAttach:
             return  # the script did it
         problem = _own_loop(modules[0])
         if len(modules) > 1:
-            problem = f"the script has {len(modules)} DistributedDataParallel modules: one is supported"
+            problem = (
+                f"the script has {len(modules)} modules of DistributedDataParallel or fully_shard side by side: one "
+                "is supported, around all that is trained"
+            )
         elif len(optimizers) > 1:
             problem = f"the script has {len(optimizers)} optimizers of the model: one must hold all parameters"
         try:
@@ -106,7 +116,7 @@ class AutoAttach:
             self._checkpoint.resume()
 
     def _refuse_shards(self) -> None:
-        """A script without DistributedDataParallel whose parameters are spread over ranks will never have one."""
+        """A script without a module to follow whose parameters are spread over ranks will never have one."""
         params = [param for item in registry.optimizers() for group in item.param_groups for param in group["params"]]
         if not self._is_over and not self._modules and (problem := sharded(params)) is not None:
             self._is_over = True
@@ -128,9 +138,31 @@ def _before_point_to_point(work: Callable[[], None]) -> None:
             setattr(module, name, functools.wraps(original)(wrapped))
 
 
-def _own_loop(module: DistributedDataParallel) -> str | None:
+def _after_sharding(work: Callable[[nn.Module], None]) -> None:
+    """Call ``work`` with each module that ``fully_shard`` makes."""
+    original = fsdp.fully_shard
+
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        made: Any = original(module, *args, **kwargs)
+        for one in [made] if isinstance(made, nn.Module) else made:
+            work(one)
+        return made
+
+    packages: list[Any] = [fsdp, fsdp._fully_shard]
+    for package in packages:
+        package.fully_shard = fully_shard
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _own_loop(module: nn.Module) -> str | None:
     """What a framework needs whose own loop goes wrong when a restart repeats it from the top; None: nothing."""
-    bases = [base.__module__ for base in type(module.module).__mro__]
+    bare = module.module if isinstance(module, DistributedDataParallel) else module
+    bases = [base.__module__ for base in type(bare).__mro__]
     if any(base.startswith(("lightning.pytorch.", "pytorch_lightning.")) for base in bases):
         return "Lightning counts steps itself: give its Trainer checkmate.train.lightning.CheckmateCallback()"
     transformers = sys.modules.get("transformers.trainer")
@@ -141,7 +173,7 @@ def _own_loop(module: DistributedDataParallel) -> str | None:
     return None
 
 
-def _trains(optimizer: torch.optim.Optimizer, module: DistributedDataParallel) -> bool:
+def _trains(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
     params = {id(param) for param in module.parameters()}
     return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import metrics, plain
 from checkmate.config import CheckmateError
@@ -21,19 +20,19 @@ from checkmate.tensors import named_state, pack_group, step_threads, unpack_stat
 from checkmate.train.admission import Admission
 from checkmate.train.agreement import Position, Span, newest_position
 from checkmate.train.boundary import RankState
-from checkmate.train.buckets import broadcast_order, drop_hook
 from checkmate.train.client import ShadowError
-from checkmate.train.compression import Compression
 from checkmate.train.coordinator import Connector, Coordinator
 from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
 from checkmate.train.fleet import Beginning, Fleet, Links, Unrestorable
 from checkmate.train.gradients import around_scaled_step
-from checkmate.train.hook import GradientHook, TagPlugin
+from checkmate.train.hook import GradientHook
+from checkmate.train.hsdp import Replicated, Sharded, ShardReductions
 from checkmate.train.interchange import Start, state_dict
 from checkmate.train.link import RecordsLink
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
+from checkmate.train.reductions import Reductions, TagPlugin
 from checkmate.train.seeder import Seeder
 from checkmate.train.shards import Shard
 from checkmate.train.watch import Watch
@@ -58,7 +57,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        ddp: Replicated,
         optimizer: torch.optim.Optimizer,
         state: RankState,
         fleet: Fleet,
@@ -89,13 +88,8 @@ class Checkpoint:
         self._admission: Admission | None = None
         self._watch = Watch(ddp.module, optimizer, masters)
         self._changed_before = False
-        compression = Compression.of(ddp) or Compression.NONE
-        if compression is not Compression.NONE:
-            drop_hook(ddp)
-        self._hook = GradientHook(
-            ddp, plugin, lambda: self._step + 1, self._guard, self._supersede, compression, masters
-        )
-        self._hook.register(ddp)
+        calls = plugin, lambda: self._step + 1, self._guard, self._supersede, masters
+        self._hook: Reductions = ShardReductions(ddp, *calls) if isinstance(ddp, Sharded) else GradientHook(ddp, *calls)
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._undo = self._install()
         self._held = self._begin()
@@ -318,8 +312,7 @@ class Checkpoint:
                 f"the state of step {held[1]} could not be restored on rank(s) {failed}{reason}; no rank goes on, so "
                 "that states are never mixed; if this is another job than the shadow's, restart the shadow first"
             ) from problem
-        if self._hook.ready_order.restore(broadcast_order(self._ddp, self._ready_order)):
-            self._hook.register(self._ddp)
+        self._hook.restore_order(self._ready_order)
         self._history, self._step = held
         metrics.note("restore", **self._where(), seconds=time.monotonic() - start)
         log.info("rank %d restored step %d", self._peers.number, self._step)
@@ -340,11 +333,7 @@ class Checkpoint:
         """At the first forward after a step, all that the script does between two steps is done."""
         if self._closed:
             return
-        if self._ddp._join_config.enable and not self._ddp._divide_by_initial_world_size:
-            raise CheckmateError(
-                "join(divide_by_initial_world_size=False) divides gradients by a number of ranks that a communication "
-                "hook is not told: leave it True, or do not attach"
-            )
+        self._hook.before_forward()
         if not self._started:
             log.warning("resume() was not called: training starts anew, whatever the shadow holds")
             self._started, self._held = True, None
@@ -470,7 +459,7 @@ class Checkpoint:
             return
         tagged = self._plugin.counters().tagged_bytes
         metrics.note("step", **self._where(), tagged_bytes=tagged)
-        state |= {"ready_order": self._hook.ready_order.indices, "superseded": self._superseded}
+        state |= {"ready_order": self._hook.order, "superseded": self._superseded}
         self._newest_state = state
         self._links.send(Boundary(self._step, state, self._outside_change()))
         if self._peers.rank == 0 and self._incarnation and self._links.complete:

@@ -6,35 +6,42 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import config
-from checkmate.train import boundary, registry
+from checkmate.train import boundary, hsdp, registry
 from checkmate.train.compression import Compression, hook_name
+from checkmate.train.hsdp import ROADMAP, Replicated, Sharded
 
 FOLLOWED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 CARRIERS = ["checkmate", "nccl"]
 """Back ends whose all-reduce goes through the plugin."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
-_ROADMAP = "use DistributedDataParallel; what comes next is in README.md, Roadmap"
+_FSDP1 = f"FullyShardedDataParallel (FSDP1) is not followed, whatever its sharding_strategy; {ROADMAP}"
 
 
 def refusal(
-    ddp: DistributedDataParallel,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer,
     stateful: Mapping[str, object],
     masters: Mapping[str, Tensor],
 ) -> str | None:
     """Why this model and optimizer cannot be followed, None when they can."""
-    if not isinstance(ddp, DistributedDataParallel):
-        reason = sharded(ddp.parameters()) if isinstance(ddp, nn.Module) else None
-        return reason or f"{type(ddp).__name__} is not a DistributedDataParallel: wrap the model in one"
+    model = hsdp.replicated(module) if isinstance(module, nn.Module) else None
+    if model is None:
+        if isinstance(module, FullyShardedDataParallel):
+            return _FSDP1
+        reason = sharded(module.parameters()) if isinstance(module, nn.Module) else None
+        return reason or f"{type(module).__name__} is not a DistributedDataParallel: wrap the model in one"
     checks = (
-        _group(ddp),
-        _module(ddp),
-        _optimizer(ddp, optimizer, masters),
+        hsdp.problems(model, masters) if isinstance(model, Sharded) else _ddp(model),
+        _group(model),
+        _module(model.module),
+        _optimizer(model.module, optimizer, masters),
         _stateful(optimizer, stateful),
         _loaders(),
     )
@@ -45,27 +52,16 @@ def refusal(
 
 
 def sharded(params: Iterable[Tensor]) -> str | None:
-    """Why parameters that ranks hold parts of, those of FSDP, cannot be followed; None when there are none."""
-    shards = [param for param in params if is_shard(param)]
-    if any({"Replicate", "Shard"} <= {type(p).__name__ for p in getattr(param, "placements", ())} for param in shards):
-        return (
-            "the parameters are sharded, with replicas (HSDP): the all-reduce over the replicas could be followed, but "
-            f"is not yet; {_ROADMAP}"
-        )
-    if shards:
-        return (
-            "the parameters are sharded (FSDP): gradients are reduce-scattered, and reduced ones never cross the "
-            f"network; {_ROADMAP}"
-        )
+    """Why parameters that ranks hold parts of, but not by fully_shard, cannot be followed; None when there are none."""
+    for param in params:
+        if isinstance(param, FlatParameter):
+            return _FSDP1
+        if isinstance(param, DTensor):
+            return f"the parameters are DTensors that fully_shard did not make; {ROADMAP}"
     return None
 
 
-def is_shard(param: Tensor) -> bool:
-    """Whether a parameter is one of FSDP's or another that several ranks hold parts of."""
-    return any(base.__name__ in ("DTensor", "FlatParameter") for base in type(param).__mro__)
-
-
-def _group(ddp: DistributedDataParallel) -> Iterator[str]:
+def _group(ddp: Replicated) -> Iterator[str]:
     world = dist.get_world_size(ddp.process_group)
     if world < config.MIN_RANKS:
         yield f"{world} rank(s): no gradient crosses the network; at least {config.MIN_RANKS} are needed"
@@ -77,14 +73,14 @@ def _group(ddp: DistributedDataParallel) -> Iterator[str]:
         )
 
 
-def _backend_name(ddp: DistributedDataParallel) -> str:
+def _backend_name(ddp: Replicated) -> str:
     """Name of the back end that reduces this module's gradients."""
     configured = dist.get_backend_config(ddp.process_group)
     by_device = dict(part.split(":", 1) for part in configured.split(",") if ":" in part)
     return by_device.get(ddp.device_type, dist.get_backend(ddp.process_group))
 
 
-def _module(ddp: DistributedDataParallel) -> Iterator[str]:
+def _ddp(ddp: DistributedDataParallel) -> Iterator[str]:
     if ddp.mixed_precision is not None:
         yield "DDP's mixed_precision reduces through a communication hook of its own: use autocast instead"
     if Compression.of(ddp) is None:
@@ -97,31 +93,33 @@ def _module(ddp: DistributedDataParallel) -> Iterator[str]:
         yield "delay_all_reduce_named_params: those gradients never pass the communication hook"
     if ddp._use_python_reducer:
         yield "the Python reducer of torch.compile has no communication hooks"
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            yield f"{name} has sparse gradients: use sparse=False"
     for name, param in ddp.module.named_parameters():
-        if param.dtype not in _DTYPES:
-            yield f"parameter {name} is {param.dtype}: only floating-point types of 16 to 64 bits are followed"
-        if param.device.type not in _DEVICES:
-            yield f"parameter {name} is on {param.device}: only {' and '.join(_DEVICES)} are followed"
         if param.requires_grad and name in ddp.parameters_to_ignore:
             yield f"DDP was told to ignore parameter {name}: its gradient is never all-reduced"
 
 
-def _optimizer(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]
-) -> Iterator[str]:
+def _module(module: nn.Module) -> Iterator[str]:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            yield f"{name} has sparse gradients: use sparse=False"
+    for name, param in module.named_parameters():
+        if param.dtype not in _DTYPES:
+            yield f"parameter {name} is {param.dtype}: only floating-point types of 16 to 64 bits are followed"
+        if param.device.type not in _DEVICES:
+            yield f"parameter {name} is on {param.device}: only {' and '.join(_DEVICES)} are followed"
+
+
+def _optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]) -> Iterator[str]:
     cls = type(optimizer)
     if cls.__name__ == "ZeroRedundancyOptimizer":
-        yield f"ZeroRedundancyOptimizer holds the state of some parameters on each rank; {_ROADMAP}"
+        yield f"ZeroRedundancyOptimizer holds the state of some parameters on each rank; {ROADMAP}"
     if cls not in FOLLOWED:
         names = ", ".join(kind.__name__ for kind in FOLLOWED)
         yield (
             f"optimizer {cls.__module__}.{cls.__qualname__}: only torch's own {names} are followed, whose update of an "
             "element depends on nothing but that element"
         )
-    names_of_all = {id(param): name for name, param in ddp.module.named_parameters()}
+    names_of_all = {id(param): name for name, param in module.named_parameters()}
     names_of_copies = {id(copy): name for name, copy in masters.items()}
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -137,7 +135,7 @@ def _optimizer(
             if id(param) not in names_of_all | names_of_copies:
                 shape = list(param.shape)
                 yield (
-                    f"parameter group {index} holds a parameter of shape {shape} that is not in the DDP module; "
+                    f"parameter group {index} holds a parameter of shape {shape} that is not in the module; "
                     "where it is a copy of one that is, name it: attach(…, masters={name: copy})"
                 )
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}

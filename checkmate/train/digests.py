@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from checkmate import blocks
 from checkmate.protocol import Digests, Message
+from checkmate.tensors import local
 from checkmate.train.masters import Masters
 
 QUANTUM_S = 0.001
@@ -97,4 +98,4 @@ class DigestSender:
     def _digest(self, param: Tensor, kind: str, first: int) -> blocks.Digest | None:
         state = self._optimizer.state.get(param, {})
         tensor = param if kind == "param" else state.get(kind.removeprefix("state."))
-        return blocks.digest(tensor, first) if isinstance(tensor, Tensor) else None
+        return blocks.digest(local(tensor), first) if isinstance(tensor, Tensor) else None

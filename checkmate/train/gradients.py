@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import Replicate
 from torch.nn.utils import clip_grad
 
 from checkmate import plain
-from checkmate.train.watch import Spots
+from checkmate.tensors import local
+from checkmate.train.watch import Spots, place_and_version
 
 Change = dict[str, Any]
 
@@ -94,7 +96,7 @@ class GradientTrail:
 
     def _now(self, keys: Iterable[int]) -> dict[int, tuple[int, int]]:
         grads = ((key, self._params[key][1].grad) for key in keys)
-        return {key: (grad.data_ptr(), grad._version) for key, grad in grads if grad is not None}
+        return {key: place_and_version(grad) for key, grad in grads if grad is not None}
 
 
 def around_scaled_step(optimizer: torch.optim.Optimizer, around: Callable[[Step], Any] | None) -> None:
@@ -145,11 +147,21 @@ def _listed(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
+def _everywhere(norm: Tensor) -> Tensor:
+    """A DTensor of which ranks may hold parts as one that all hold, which torch would make of it in any case."""
+    if local(norm) is norm:
+        return norm
+    sharded: Any = norm
+    whole: Tensor = sharded.redistribute(placements=[Replicate()] * sharded.device_mesh.ndim)
+    return whole
+
+
 def _clip_norm(
     original: Callable[..., None], parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     params = _listed(parameters)
-    change = {"op": "clip_norm", "max_norm": float(max_norm), "total_norm": total_norm.detach().clone()}
+    total_norm = _everywhere(total_norm)
+    change = {"op": "clip_norm", "max_norm": float(max_norm), "total_norm": local(total_norm).detach().clone()}
     with _noting(params, change | {"foreach": foreach}):
         original(params, max_norm, total_norm, foreach)
 

@@ -3,52 +3,20 @@
 It divides and reduces exactly as DDP's own reducer does, so that a run is bit for bit the same without it.
 """
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.protocol import Layout
+from checkmate.config import CheckmateError
 from checkmate.tensors import is_same
-from checkmate.train.buckets import ReadyOrder
+from checkmate.train.buckets import ReadyOrder, broadcast_order, drop_hook
 from checkmate.train.compression import Compression
-from checkmate.train.gradients import Change, GradientTrail
 from checkmate.train.masters import Masters
-
-
-class Counters(Protocol):
-    """``checkmate.nccl_plugin.binding.Counters``, as far as training looks at it."""
-
-    @property
-    def tagged_bytes(self) -> int:
-        """Gradient payload bytes tagged since the process started."""
-
-
-class TagPlugin(Protocol):
-    """What the hook needs of ``checkmate.nccl_plugin.binding.Plugin``."""
-
-    def register_bucket(self, ptr: int, nbytes: int, bucket: int) -> None:
-        """All-reduces that send from exactly this address are those of this bucket."""
-
-    def register_probe(self, ptr: int, nbytes: int) -> None:
-        """An all-reduce from there shows the plugin where this rank stands in the rings."""
-
-    def unregister_buckets(self) -> None:
-        """Forget all buckets: nothing is tagged."""
-
-    def set_iteration(self, iteration: int) -> None:
-        """The optimizer step that all-reduces from now on belong to."""
-
-    def set_incarnation(self, incarnation: int) -> None:
-        """0: nothing is tagged."""
-
-    def counters(self) -> Counters:
-        """Totals since the process started."""
+from checkmate.train.reductions import Reductions, TagPlugin, after_finalize, line
 
 
 class Bucket(Protocol):
@@ -70,13 +38,8 @@ class Bucket(Protocol):
         """The parameters."""
 
 
-class GradientHook:
-    """Communication hook of one DDP module.
-
-    ``iteration`` tells the iteration that gradients are now for. ``guard`` runs what is not the reduction itself, so
-    that no error of it reaches training. ``superseded`` is called when a reduction begins although none of the
-    gradients of the one before was used in a step. ``compression``: of a hook of the user's that this one replaces.
-    """
+class GradientHook(Reductions):
+    """Communication hook of one DDP module; stands in for a hook of the user's that compresses."""
 
     def __init__(
         self,
@@ -85,103 +48,42 @@ class GradientHook:
         iteration: Callable[[], int],
         guard: Callable[[Callable[[], None]], None],
         superseded: Callable[[], None] = lambda: None,
-        compression: Compression = Compression.NONE,
         masters: Masters | None = None,
     ) -> None:
-        self._closed = False
-        self._superseded = superseded
-        self._guard = guard
-        self._plugin = plugin
-        self._iteration = iteration
+        super().__init__(ddp.module, plugin, iteration, guard, superseded, masters)
+        self._ddp = ddp
         self._group = ddp.process_group
         self._world = dist.get_world_size(self._group)
-        self.ready_order = ReadyOrder(ddp)
-        self._params = {id(p): (name, p) for name, p in ddp.module.named_parameters() if p.requires_grad}
-        self._frozen = {id(p): name for name, p in ddp.module.named_parameters() if not p.requires_grad}
-        self._trail = GradientTrail(self._params)
-        self._masters = masters or Masters(ddp.module, {})
-        self._compression = compression
-        self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()], compression)
+        self._compression = Compression.of(ddp) or Compression.NONE
+        if self._compression is not Compression.NONE:
+            drop_hook(ddp)
+        self._ready_order = ReadyOrder(ddp)
+        self._divide = _divider(ddp, self._world, [p for _, p in self._params.values()], self._compression)
         self._may_be_unused = (ddp.find_unused_parameters or ddp.static_graph) and not ddp.gradient_as_bucket_view
         self._untouched: list[tuple[str, Tensor, int, Tensor]] = []
-        self._stale: str | None = None
         self._keys: dict[int, tuple[Any, ...]] = {}
-        self._buckets: dict[int, dict[str, Any]] = {}
-        self._layout: Layout | None = None
-        self._open = False
-        self._reductions = 0
+        self._register()
 
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Become the module's communication hook; raises RuntimeError when it has one."""
-
+    def _register(self) -> None:
         def checkmate_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
             return self._reduce(bucket)
 
-        ddp.register_comm_hook(None, checkmate_hook)
+        self._ddp.register_comm_hook(None, checkmate_hook)
 
     @property
-    def layout(self) -> Layout | None:
-        """What the bytes of the buckets of the newest reduction are; None before the first."""
-        if self._layout is None and self._buckets:
-            buckets = [self._buckets[index] for index in sorted(self._buckets)]
-            digest = hashlib.sha256(msgpack.packb(buckets)).hexdigest()[:32]
-            self._layout = Layout(digest, buckets)
-        return self._layout
+    def order(self) -> list[int] | None:
+        return self._ready_order.indices
 
-    def close(self) -> None:
-        """From now on only divide and reduce: a communication hook cannot be taken back."""
-        self._closed = True
-        self._plugin.unregister_buckets()
-        self.next_step()
+    def restore_order(self, order: Sequence[int] | None) -> None:
+        if self._ready_order.restore(broadcast_order(self._ddp, order)):
+            self._register()
 
-    def unfollowed(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why the shadow can't know the gradients that the optimizer is about to use; None: it can."""
-        if self._open:
-            return "a backward pass did not finish"
-        if not self._reductions:
-            return "no all-reduce since the last step"
-        return self._unreduced(optimizer) or self._changed()
-
-    def _changed(self) -> str | None:
-        """Gradients that are not what the all-reduce made, changed by nothing but what is known."""
-        if self._stale is not None:
-            return f"parameter {self._stale} was used on no rank and keeps an older gradient: zero it before backward"
-        if (name := self._trail.unexplained()) is not None:
-            return (
-                f"the gradient of {name} was changed after its all-reduce, and not by torch's clip_grad_norm_, "
-                "clip_grad_value_ or GradScaler"
+    def before_forward(self) -> None:
+        if self._ddp._join_config.enable and not self._ddp._divide_by_initial_world_size:
+            raise CheckmateError(
+                "join(divide_by_initial_world_size=False) divides gradients by a number of ranks that a communication "
+                "hook is not told: leave it True, or do not attach"
             )
-        if (name := self._masters.trail.unexplained()) is not None:
-            return f"the gradient of {name} is not that of its parameter, changed by torch's own functions alone"
-        return None
-
-    def absent(self) -> list[str]:
-        """Parameters that the optimizer passes over for want of a gradient."""
-        copied = self._masters.sources
-        names = {name for key, (name, _) in self._params.items() if key not in copied}
-        return [*(name for name in self._trail.absent() if name in names), *self._masters.trail.absent()]
-
-    def changes(self) -> list[Change]:
-        """What was done to the gradients, and then to the master weights' gradients."""
-        return self._trail.changes() + self._masters.trail.changes()
-
-    def _unreduced(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """A parameter of the optimizer with a gradient that no all-reduce made."""
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) in self._params or param.grad is None or param in self._masters:
-                    continue
-                name = self._frozen.get(id(param))
-                what = f"{name}, which was frozen when DDP was made" if name else "one that is not in the DDP module"
-                return f"parameter group {index} holds {what}: its gradient is not all-reduced"
-        return None
-
-    def next_step(self) -> None:
-        """The iteration is over: reductions from now on are for the next one."""
-        self._reductions = 0
-        self._open = False
-        self._trail.end()
-        self._masters.trail.end()
 
     def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -198,19 +100,15 @@ class GradientHook:
     def _announce(self, bucket: Bucket, buffer: Tensor, sent: Tensor) -> None:
         index = bucket.index()
         if index == 0:
-            if self._open or self._reductions:
-                self._superseded()
-                self.next_step()
-            self._open = True
+            self._begin()
             self._untouched = []
-            self._plugin.set_iteration(self._iteration())
         self._note_layout(bucket, index, buffer, sent)
         self._plugin.register_bucket(sent.data_ptr(), sent.nbytes, index)
         if self._may_be_unused:
             self._note_gradients(bucket)
         if bucket.is_last():
             self._buckets = {i: self._buckets[i] for i in range(index + 1)}
-            _after_finalize(lambda: self._guard(self._seal))
+            after_finalize(lambda: self._guard(self._seal))
 
     def _note_gradients(self, bucket: Bucket) -> None:
         """DDP leaves gradients as they are that no rank used: they are not always what the bucket holds."""
@@ -219,13 +117,9 @@ class GradientHook:
                 self._untouched.append((self._params[id(param)][0], param, param.grad._version, view))
 
     def _seal(self) -> None:
-        """End of backward: gradients must stay as they are now, or change in a way that is known."""
-        self._plugin.unregister_buckets()  # a buffer's address may be another tensor's after a rebuild
-        self.ready_order.seal()
-        self._open = False
-        self._reductions += 1
+        self._ready_order.seal()
         untouched, self._untouched = self._untouched, []
-        self._stale = next(
+        stale = next(
             (
                 name
                 for name, param, version, view in untouched
@@ -233,7 +127,9 @@ class GradientHook:
             ),
             None,
         )
-        self._trail.seal()
+        self._end(
+            stale and f"parameter {stale} was used on no rank and keeps an older gradient: zero it before backward"
+        )
 
     def _note_layout(self, bucket: Bucket, index: int, buffer: Tensor, sent: Tensor) -> None:
         params = bucket.parameters()
@@ -243,21 +139,11 @@ class GradientHook:
         self._keys[index] = key
         self._layout = None
         start = buffer.data_ptr()
-        self._buckets[index] = {
-            "bucket": index,
-            "bytes": sent.nbytes,
-            "dtype": str(sent.dtype).removeprefix("torch."),
-            "params": [
-                [self._params[id(param)][0], (view.data_ptr() - start) // buffer.element_size(), view.numel()]
-                for param, view in zip(params, bucket.gradients(), strict=True)
-            ],
-        }
-
-
-def _after_finalize(callback: Callable[[], None]) -> None:
-    """Call at the end of this backward pass, after DDP's own callback, which it queues when the last hook returns."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+        places = [
+            [self._params[id(param)][0], (view.data_ptr() - start) // buffer.element_size(), view.numel()]
+            for param, view in zip(params, bucket.gradients(), strict=True)
+        ]
+        self._buckets[index] = line(index, sent, places)
 
 
 Divider = Callable[[Bucket, Tensor], None]

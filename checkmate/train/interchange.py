@@ -1,4 +1,7 @@
-"""A run's state as plain PyTorch saves it, and a run that begins from such a state."""
+"""A run's state as plain PyTorch saves it, and a run that begins from such a state.
+
+Of a module that is sharded it is this rank's shards, as plain tensors: what the shadows of its group hold.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.config import CheckmateError
-from checkmate.tensors import MASTER
+from checkmate.tensors import MASTER, as_local_of, local
 from checkmate.train.masters import Masters
 
 _DDP = "module."
@@ -17,7 +20,7 @@ _SHOWN = 4
 
 def state_dict(module: nn.Module, optimizer: torch.optim.Optimizer, masters: Masters, step: int) -> dict[str, Any]:
     """``{"model", "optimizer", "step"}``, live; with ``"masters"``, by parameter, where the optimizer holds those."""
-    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    state = {"model": _local(module.state_dict()), "optimizer": _local(optimizer.state_dict()), "step": step}
     copies = {name.removeprefix(MASTER): master.detach() for name, master in masters.named}
     return state | ({"masters": copies} if copies else {})
 
@@ -28,8 +31,8 @@ class Start:
     def __init__(self, state: Any, module: nn.Module, optimizer: torch.optim.Optimizer, masters: Masters) -> None:
         self._module, self._optimizer = module, optimizer
         self._copies = {name.removeprefix(MASTER): master for name, master in masters.named}
-        self._model = _bare(_part(state, "model"), module)
-        self._optimizer_state = _part(state, "optimizer")
+        self._model = _local(_bare(_part(state, "model"), module))
+        self._optimizer_state = _local(_part(state, "optimizer"))
         self._masters = _part(state, "masters") if self._copies else {}
         self.step: int = state.get("step", 0)
         problems = [*self._misfits(), *_other_optimizer(optimizer, self._optimizer_state)]
@@ -41,14 +44,31 @@ class Start:
 
     def apply(self) -> None:
         """Load it, as plain PyTorch does."""
-        self._module.load_state_dict(self._model)
-        self._optimizer.load_state_dict(dict(self._optimizer_state))
+        ours = self._module.state_dict()
+        if _local(ours) is ours:
+            self._module.load_state_dict(self._model)
+            self._optimizer.load_state_dict(dict(self._optimizer_state))
+        else:
+            self._module.load_state_dict({name: _like(ours[name], value) for name, value in self._model.items()})
+            self._optimizer.load_state_dict(self._sharded_optimizer())
         with torch.no_grad():
             for name, copy in self._copies.items():
                 copy.copy_(self._masters[name])
 
+    def _sharded_optimizer(self) -> dict[str, Any]:
+        """The optimizer's state in which what belongs to a sharded parameter is sharded, too."""
+        groups = zip(self._optimizer_state["param_groups"], self._optimizer.param_groups, strict=True)
+        params = {
+            key: param for theirs, ours in groups for key, param in zip(theirs["params"], ours["params"], strict=True)
+        }
+        states = {
+            key: {name: value if name == "step" else _like(params[key], value) for name, value in values.items()}
+            for key, values in self._optimizer_state["state"].items()
+        }
+        return {**self._optimizer_state, "state": states}
+
     def _misfits(self) -> Iterator[str]:
-        yield from _misfits("model", self._module.state_dict(), self._model)
+        yield from _misfits("model", _local(self._module.state_dict()), self._model)
         yield from _misfits("masters", self._copies, self._masters)
 
 
@@ -103,5 +123,19 @@ def _other_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
 
 def _misshapen(values: Mapping[str, Any], param: Tensor) -> Iterator[str]:
     for name, value in values.items():
-        if name != "step" and isinstance(value, Tensor) and value.shape != param.shape:
-            yield f"{name} of shape {list(value.shape)} for a parameter of shape {list(param.shape)}"
+        if name != "step" and isinstance(value, Tensor) and value.shape != local(param).shape:
+            yield f"{name} of shape {list(value.shape)} for a parameter of shape {list(local(param).shape)}"
+
+
+def _local(state: Any) -> Any:
+    """A nested state with this rank's shards of its DTensors; itself, with torch's metadata, where it has none."""
+    if isinstance(state, Tensor):
+        return local(state)
+    if not isinstance(state, Mapping):
+        return state
+    held = {key: _local(value) for key, value in state.items()}
+    return state if all(held[key] is value for key, value in state.items()) else held
+
+
+def _like(whole: Any, value: Any) -> Any:
+    return as_local_of(whole, value) if isinstance(whole, Tensor) and isinstance(value, Tensor) else value

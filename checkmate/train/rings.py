@@ -4,9 +4,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.train.hook import TagPlugin
+from checkmate.train.hsdp import Replicated
+from checkmate.train.reductions import TagPlugin
 
 HOST_RANKS = "CHECKMATE_HOST_RANKS"
 _PROBE_ELEMENTS = 1 << 18
@@ -14,7 +14,7 @@ _PROBE_ELEMENTS_PER_RANK = 2048
 """So that all channels are used, of which NCCL has 64 at most, and none of their chunks is empty."""
 
 
-def probe_rings(ddp: DistributedDataParallel, plugin: TagPlugin) -> None:
+def probe_rings(ddp: Replicated, plugin: TagPlugin) -> None:
     """Show the plugin this rank's position in the ring of each channel, if ranks share hosts. Collective.
 
     A chunk belongs where the position of its sender says, and nobody tells the position: NCCL's events name no ranks

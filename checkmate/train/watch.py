@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from checkmate.tensors import local
+
 if TYPE_CHECKING:
     from checkmate.train.masters import Masters
 
@@ -20,6 +22,15 @@ SPOTS = 8
 """Tensors that are spot-checked after each later step."""
 _WIDTH = 64
 """Elements of a spot."""
+
+
+def place_and_version(tensor: Tensor) -> tuple[int, int]:
+    """What differs after the tensor was replaced or changed in place.
+
+    A DTensor counts changes beside its shard, and those by torch's foreach functions not at all.
+    """
+    held = local(tensor)
+    return held.data_ptr(), held._version + (0 if held is tensor else tensor._version)
 
 
 class Spots:
@@ -35,7 +46,7 @@ class Spots:
         self._taken += 1
         if self._taken > FULL_STEPS and len(tensors) > SPOTS:
             tensors = self._draws.sample(tensors, SPOTS)
-        spots = [(name, self._spot(tensor)) for name, tensor in tensors if tensor.device.type == "cpu"]
+        spots = [(name, self._spot(local(tensor))) for name, tensor in tensors if tensor.device.type == "cpu"]
         self._spots = [(name, spot, spot.clone()) for name, spot in spots]
 
     def refresh(self) -> None:
@@ -60,10 +71,9 @@ class Spots:
 class _Look(NamedTuple):
     """Of parameters and of optimizer state: what differs after any change but one through ``.data``."""
 
-    versions: list[int]
-    places: list[int]
+    params: list[tuple[int, int]]
     state: list[int]
-    state_versions: list[int]
+    state_versions: list[tuple[int, int]]
 
 
 class Watch:
@@ -76,7 +86,7 @@ class Watch:
         self._masters = masters
         self._optimizer = optimizer
         self._spots = Spots(0)
-        self._seen = _Look([], [], [], [])
+        self._seen = _Look([], [], [])
         self._groups: list[list[int]] = []
 
     def seal(self) -> None:
@@ -101,15 +111,13 @@ class Watch:
         params = [param for _, param in self._params]
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         return _Look(
-            [param._version for param in params],
-            [param.data_ptr() for param in params],
+            list(map(place_and_version, params)),
             list(map(id, values)),
-            [getattr(value, "_version", 0) for value in values],
+            [place_and_version(value) for value in values if isinstance(value, Tensor)],
         )
 
     def _first_difference(self, now: "_Look") -> str:
-        before = zip(self._seen.versions, self._seen.places, strict=True)
-        pairs = zip(self._params, zip(now.versions, now.places, strict=True), before, strict=True)
+        pairs = zip(self._params, now.params, self._seen.params, strict=True)
         return next((f"parameter {name}" for (name, _), new, old in pairs if new != old), "optimizer state")
 
     def _members(self) -> list[list[int]]:

@@ -260,7 +260,7 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
     refuse(r"optimizer .*Own: only", ddp, Own(params))
     refuse(r"parameter first.weight and 1 more are not in this optimizer but in another AdamW", ddp, AdamW(params[2:]))
     stranger = nn.Parameter(torch.zeros(3))
-    refuse(r"group 0 holds a parameter of shape \[3\] that is not in the DDP module", ddp, AdamW([*params, stranger]))
+    refuse(r"group 0 holds a parameter of shape \[3\] that is not in the module", ddp, AdamW([*params, stranger]))
     refuse(r"stateful\['x'\] has no state_dict", ddp, optimizer, {"x": object()})
     refuse("average.value is a builtins.object", ddp, optimizer, {"average": Unstorable()})
     LambdaLR(optimizer, lambda step: 1.0)  # before the registry knew of it

@@ -25,7 +25,7 @@ def gradients(hooked: bool, as_view: bool, batched: bool, to_none: bool) -> list
         model, gradient_as_bucket_view=as_view, batched_grad_copy=batched, bucket_cap_mb=0.0003
     )
     if hooked:
-        GradientHook(ddp, FakePlugin(), lambda: 1, lambda work: work()).register(ddp)
+        GradientHook(ddp, FakePlugin(), lambda: 1, lambda work: work())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(100 + RANK)
     seen = []
