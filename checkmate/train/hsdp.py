@@ -182,9 +182,6 @@ class ShardReductions(Reductions):
             after_finalize(lambda: self._guard(self._seal))
         group = self._parts[index][1]
         self._doubt = self._doubt or next(_division(group, output.dtype), None)
-        if index in self._announced:
-            self._doubt = "a module was called several times in a forward, and each time gradients are all-reduced"
-            return
         self._announced[index] = line(index, output, [])
         self._older |= {id(param) for param in _params(group) if param.grad is not None}
         self._plugin.register_bucket(output.data_ptr(), output.nbytes, index)

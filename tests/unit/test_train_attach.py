@@ -1,6 +1,5 @@
 """What a followed run tells its shadow, step by step, and what is refused when it is attached."""
 
-import re
 import subprocess
 import sys
 import time
@@ -14,8 +13,6 @@ from support.train.fake_shadow import FakePlugin, FakeShadow, order
 from support.train.model import build, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,7 +22,7 @@ from checkmate import config
 from checkmate.config import CheckmateError
 from checkmate.protocol import Hello, Layout, StepRecord
 from checkmate.tensors import is_same
-from checkmate.train import bootstrap, checks, registry
+from checkmate.train import checks, registry
 
 pytest_plugins = ["support.train.world"]
 
@@ -308,24 +305,6 @@ def test_the_environment_is_checked(shadow: FakeShadow, monkeypatch: pytest.Monk
         refuse("8 shadows for 6 parameter", ddp, optimizer)
     monkeypatch.setenv("CHECKMATE_TOKEN_FILE", "/nonexistent")
     refuse("token_file /nonexistent", ddp, optimizer)
-
-
-@pytest.mark.parametrize(("shape", "names", "text"), [
-    ((1,), ("shard",), r"sharded \(FSDP\): gradients are reduce-scattered.* README.md, Roadmap"),
-    ((1, 1), ("replicate", "shard"), r"sharded, with replicas \(HSDP\).* README.md, Roadmap"),
-])  # fmt: skip
-def test_sharded_parameters_are_refused(
-    shadow: FakeShadow, shape: tuple[int, ...], names: tuple[str, ...], text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    optimizer = AdamW(net.parameters())
-    refuse(text, net, optimizer)
-    auto = bootstrap.AutoAttach()
-    registry.install()
-    made = AdamW(net.parameters())  # noted, as a script's is
-    auto._try_attach()
-    auto._try_attach()
-    assert len([line for line in caplog.messages if re.search(f"not attached: .*{text}", line)]) == 1, made
 
 
 def test_back_ends_that_bypass_the_plugin_are_refused(shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch) -> None:
