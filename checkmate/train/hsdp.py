@@ -182,6 +182,12 @@ class ShardReductions(Reductions):
             after_finalize(lambda: self._guard(self._seal))
         group = self._parts[index][1]
         self._doubt = self._doubt or next(_division(group, output.dtype), None)
+        if index in self._announced:
+            self._doubt = self._doubt or (
+                "a module that is called several times in a forward was reduced several times, which FSDP2 does after "
+                "set_requires_gradient_sync(False): use set_requires_all_reduce(False)"
+            )
+            return
         self._announced[index] = line(index, output, [])
         self._older |= {id(param) for param in _params(group) if param.grad is not None}
         self._plugin.register_bucket(output.data_ptr(), output.nbytes, index)

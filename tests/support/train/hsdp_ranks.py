@@ -77,8 +77,9 @@ class Training:
             if columns
             else None,
         }
+        often = r.choice([0.0, 0.8, 1.0])
         for part in (self.net.first, self.net.branch, self.net.middle, [self.net.back, self.net.again]):
-            if r.random() < 0.8:
+            if r.random() < often:
                 fully_shard(part, **options)
         self.module: Any = fully_shard(self.net, **options)
         self.optimizer = self._optimizer()
@@ -87,7 +88,8 @@ class Training:
         self.norm_type = r.choice([2.0, 1.0])  # torch finds no infinity norm of an empty shard
         self.passes = r.choice([1, 1, 2])
         self.sync = r.choice(["gradient", "all-reduce"])
-        self.branches = r.choice([[1], [2], [0, 1]])
+        twice = self.passes == 1 or self.sync == "all-reduce"  # otherwise FSDP2 reduces for each call
+        self.branches = r.choice([[1], [2] if twice else [1], [0, 1]])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if r.random() < 0.3 else None
         self.data = torch.Generator().manual_seed(100 * seed + RANK)
 
@@ -194,6 +196,13 @@ def zeros(training: Training) -> None:
     training.backward()
 
 
+def each_call(training: Training) -> None:
+    """After a pass without reduction, a module that is called twice is reduced twice."""
+    training.passes, training.sync, training.branches = 2, "gradient", [2]
+    training.backward()
+    training.simplify()
+
+
 def scaled(training: Training) -> None:
     training.backward()
     for param in training.net.parameters():
@@ -210,6 +219,7 @@ def scaled_together(training: Training) -> None:
 NOTICED = {
     twice: "is one of an earlier backward pass, or was added to it",
     zeros: "is one of an earlier backward pass, or was added to it",
+    each_call: "a module that was called several times in a forward was reduced several times",
     scaled: "was changed after its all-reduce",
     scaled_together: "was changed after its all-reduce",
 }
@@ -219,6 +229,7 @@ def noticed() -> None:
     """One step that can't be followed costs one seed."""
     for change, reason in NOTICED.items():
         shadow, training = DirectShadow(reread=True), Training(SHARDED).simplify()
+        training.sync = "gradient"
         followed = follow(training, shadow)
         followed.resume()
         train(training, followed)
