@@ -219,7 +219,7 @@ def scaled_together(training: Training) -> None:
 NOTICED = {
     twice: "is one of an earlier backward pass, or was added to it",
     zeros: "is one of an earlier backward pass, or was added to it",
-    each_call: "a module that was called several times in a forward was reduced several times",
+    each_call: "a module that is called several times in a forward was reduced several times",
     scaled: "was changed after its all-reduce",
     scaled_together: "was changed after its all-reduce",
 }
