@@ -27,7 +27,7 @@ from checkmate.train import bootstrap, hsdp, registry
 
 pytest_plugins = ["support.train.world"]
 
-DRAWS = range(24)
+DRAWS = range(16)
 SCENARIOS = ["noticed", "unfrozen", "broken_off", "closed", "resumed"]
 
 
