@@ -17,7 +17,7 @@ from rich.text import Text
 from checkmate.config import CheckmateError
 
 if TYPE_CHECKING:
-    from checkmate.persist.engine import Checkpoint, Engine
+    from checkmate.persist.engine import About, Checkpoint, Engine
 
 app = typer.Typer(
     help="Checkpoint files: list, verify, export, import; tune.", no_args_is_help=True, rich_markup_mode=None
@@ -50,27 +50,28 @@ def list_command(path: CheckpointPath, as_json: Json = False) -> None:
     for one in found:
         table.add_row(*_columns(one), "yes" if one.published else "no")
     Console().print(table)
-    if about.warning:
-        Console(stderr=True).print(Text(f"passed over: {about.warning}", "yellow"))
+    _print_warning(about)
 
 
 @app.command()
 def verify(path: CheckpointPath, as_json: Json = False) -> None:
-    """Read all checkpoints of a file and compare all checksums. Exit code 1: one is damaged; the damage is named."""
+    """Read all checkpoints of a file and compare all checksums. Exit code 1: there is damage; it is named."""
     from checkmate.persist.checkpointer import examine  # noqa: PLC0415
     from checkmate.persist.file import reading  # noqa: PLC0415
 
     with reading(path) as engine:
-        findings = [examine(engine, one) for one in engine.list()]
+        findings, about = [examine(engine, one) for one in engine.list()], engine.about()
     if as_json:
-        _print_json({"path": str(path), "checkpoints": [asdict(finding) for finding in findings]})
+        checkpoints = [asdict(finding) for finding in findings]
+        _print_json({"path": str(path), "checkpoints": checkpoints, "warning": about.warning or None})
     else:
         table = Table("step", "bytes", "complete since", "found", box=None)
         for finding in findings:
             problem = Text(finding.problem, "red") if finding.problem else Text("ok", "green")
             table.add_row(*_columns(finding.checkpoint), problem)
         Console().print(table)
-    if any(finding.problem for finding in findings):
+        _print_warning(about)
+    if about.warning or any(finding.problem for finding in findings):
         raise typer.Exit(1)
 
 
@@ -164,6 +165,11 @@ def _load(engine: "Engine", path: Path, step: int | None) -> tuple[int, Any]:
         which = "that verifies" if step is None else f"of --step {step}"
         raise CheckmateError(f"{path} holds no checkpoint {which}; it holds {steps or 'none'}")
     return found.step, read_state(engine, found, "cpu")
+
+
+def _print_warning(about: "About") -> None:
+    if about.warning:
+        Console(stderr=True).print(Text(f"passed over: {about.warning}", "yellow"))
 
 
 def _columns(checkpoint: "Checkpoint") -> tuple[str, str, str]:

@@ -173,10 +173,13 @@ class Checkpointer:
         """The newest state that verifies (with a coordinator: the newest that all ranks hold), or that of ``step``.
 
         Damaged ones are passed over with a warning. None when there is no checkpoint. Tensors come to the device that
-        they were on, or where ``map_location`` says. Raises PersistError: no such step, or it is damaged; StateError.
+        they were on, or where ``map_location`` says. Raises PersistError: no such step, it is damaged, or all that
+        there were are; StateError.
         """
         with self._my_turn():
             engine = self._file.engine
+            if engine and engine.about().warnings:
+                log.warning("%s: %s", self.path, engine.about().warning)
             held = [c for c in engine.list() if c.published or self._coordinator] if engine else []
             found = [c for c in held if step in (None, c.step)]
             if self._coordinator:
@@ -189,6 +192,7 @@ class Checkpointer:
                     Code.NOT_FOUND, f"{self.path} holds no checkpoint of step {step}; it holds {steps or 'none'}"
                 )
             if loaded is None:
+                self._require_nothing_lost(engine, held)
                 return None
             checkpoint, state = loaded
             self._resumed = checkpoint if step is None else None
@@ -349,6 +353,15 @@ class Checkpointer:
                     raise
                 log.warning("%s: the checkpoint of step %d is passed over: %s", self.path, checkpoint.step, error)
         return None
+
+    def _require_nothing_lost(self, engine: Engine | None, held: Sequence[Checkpoint]) -> None:
+        """Training must not begin anew, and overwrite it all, because nothing can be read just now."""
+        if engine and (held or engine.about().committed) and not self._coordinator:
+            raise PersistError(
+                Code.DAMAGED,
+                f"{self.path} had checkpoints, but none can be read (see the log, or 'checkmate persist verify'); "
+                f"remove the file to begin anew",
+            )
 
     def _load_agreed(
         self, coordinator: Coordinator, engine: Engine | None, found: Sequence[Checkpoint], map_location: MapLocation

@@ -115,8 +115,9 @@ class Checkpoint:
 class About:
     """An open file: its geometry, the options in force, and counters since it was opened.
 
-    ``latest``: counter of the newest committed checkpoint, 0 for none. ``warning``: the first of ``warnings`` things
-    that recovery passed over. ``pool``: (address, length) of the staging memory, to be pinned for a GPU.
+    ``latest``: counter of the newest committed checkpoint, 0 for none. ``committed``: the same as recorded when the
+    file was opened; it may be damaged. ``warning``: the first of ``warnings`` things that recovery passed over.
+    ``pool``: (address, length) of the staging memory, to be pinned for a GPU.
     """
 
     slots: int
@@ -125,6 +126,7 @@ class About:
     file_bytes: int
     options: Options
     latest: int
+    committed: int
     warnings: int
     warning: str
     pool: tuple[int, int]
@@ -363,6 +365,7 @@ class Engine:
                     read_only=bool(options.read_only),
                 ),
                 latest=int(raw.latest),
+                committed=int(raw.committed),
                 warnings=int(raw.warnings),
                 warning=bytes(call.ffi.string(raw.warning)).decode(),
                 pool=(int(call.ffi.cast("uintptr_t", raw.pool)), int(raw.pool_bytes)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkmate.config import CheckmateError
-from checkmate.persist.engine import Backend, Engine, Options, create, probe
+from checkmate.persist.engine import MAX_SLOTS, Backend, Engine, Options, create, probe
 
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB)
@@ -52,10 +52,11 @@ def tuning_path(path: Path) -> Path:
 
 def read_tuning(path: Path) -> Tuning | None:
     """What was kept for a checkpoint file; None where there is nothing, or nothing of use."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         fields = json.loads(tuning_path(path).read_text())
         tuning = Tuning(**{**fields, "backend": Backend(fields.get("backend", Backend.AUTO))})
-        if min(tuning.chunk_bytes, tuning.writers, tuning.in_flight) > 0:
+        numbers = (tuning.chunk_bytes, tuning.writers, tuning.in_flight)
+        if all(type(number) is int and number > 0 for number in numbers) and tuning.in_flight < MAX_SLOTS:
             return tuning
     return None
 

@@ -132,6 +132,43 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, data: bytes | None, cap
         assert [finding.problem is None for finding in checkpointer.verify()] == [False, True]
 
 
+def test_a_damaged_manifest_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "c"
+    saved(path, 1, 2)
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(content.rindex(b"marker"))
+        file.write(b"M")
+    with opened(path) as checkpointer:
+        loaded = checkpointer.load()
+        assert loaded and loaded.step == 1
+        assert "checkpoint 2 of step 2 in slot 1 is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["data", "header"])
+def test_training_does_not_begin_anew_when_all_is_damaged(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "c"
+    saved(path, 1)
+    if where == "data":
+        damage(path, 1, b"\0" * CHUNK)
+    else:
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(content.index(b"CKMSLOT\n"))
+            file.write(b"x")
+    with opened(path) as checkpointer, pytest.raises(PersistError, match=r"had checkpoints, but none can be read"):
+        checkpointer.load()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"chunk_bytes": 1048576.0, "writers": 1, "in_flight": 1, "rate": 1}', "[" * 5000, '{"in_flight": 9999}']
+)
+def test_a_tuning_that_makes_no_sense_is_made_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c"
+    tuning.tuning_path(path).write_text(text)
+    assert tuning.read_tuning(path) is None
+
+
 def test_after_a_fall_back_the_checkpoint_that_was_loaded_is_kept_until_there_is_a_newer(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with opened(path, in_flight=1) as checkpointer:

@@ -120,6 +120,18 @@ def test_torch_files_with_code_are_refused(tmp_path: Path) -> None:
     assert "cannot be read as torch" in str(result.exception)
 
 
+def test_verify_names_what_is_not_listed_any_more(path: Path) -> None:
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(content.rindex(b"CKMSLOT\n"))
+        file.write(b"x")
+    result = call("verify", path, "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.output)
+    assert [one["problem"] for one in answer["checkpoints"]] == [None]
+    assert "slot 1 is damaged" in answer["warning"]
+
+
 def test_a_checkpoint_that_is_no_state(tmp_path: Path) -> None:
     """Whoever uses the engine alone may keep what he likes in a file."""
     path = tmp_path / "c"

@@ -55,10 +55,11 @@ struct ckp_about {
     struct ckp_geometry geometry;
     struct ckp_options options; /* as in force; backend is never CKP_AUTO */
     uint64_t file_bytes;
-    uint64_t latest;   /* counter of the newest committed checkpoint; 0: none */
-    uint64_t warnings; /* of recovery: records or slots that were passed over */
-    char warning[512]; /* the first of them */
-    uint8_t *pool;     /* staging memory, for registration with a device driver */
+    uint64_t latest;    /* counter of the newest committed checkpoint; 0: none */
+    uint64_t committed; /* the same as it was recorded when the file was opened: maybe it is not there any more */
+    uint64_t warnings;  /* of recovery: records or slots that were passed over */
+    char warning[512];  /* the first of them */
+    uint8_t *pool;      /* staging memory, for registration with a device driver */
     uint64_t pool_bytes;
     uint64_t commits; /* since the file was opened */
     uint64_t failures;

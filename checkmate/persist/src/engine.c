@@ -158,6 +158,7 @@ void ckp_describe(struct ckp_engine *engine, struct ckp_about *about)
         .options = engine->options,
         .file_bytes = super->file_bytes,
         .latest = engine->file.latest,
+        .committed = engine->file.committed,
         .warnings = engine->file.warnings,
         .pool = engine->pool.memory,
         .pool_bytes = engine->pool.bytes,
