@@ -46,7 +46,7 @@ def load(ffi: FFI, path: Path, headers: Sequence[Traversable]) -> Any:
     try:
         lib: Any = ffi.dlopen(str(path))
         built = int(lib.checkmate_abi)
-    except (OSError, AttributeError) as error:
+    except (OSError, KeyError) as error:  # cffi: no such file, no such variable
         raise CheckmateError(f"cannot load {path}: {error}; {_REBUILD}") from None
     digest = hashlib.sha256(b"".join(each.read_bytes() for each in headers)).hexdigest()
     if built != int(digest[:16], 16):

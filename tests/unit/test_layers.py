@@ -11,6 +11,7 @@ import pytest
 
 VOCABULARY = {
     "_lib",
+    "arithmetic",
     "blocks",
     "checked",
     "compare",
@@ -19,6 +20,7 @@ VOCABULARY = {
     "crc32c",
     "limits",
     "metrics",
+    "native",
     "parts",
     "plain",
     "plan",
@@ -65,7 +67,10 @@ WITHIN_SHADOW: dict[str, set[str]] = {"rx": {"reassembly"}, "reassembly": set(),
 TORCHLESS = [
     "checkmate",
     "checkmate.cli",
-    *(f"checkmate.{name}" for name in sorted(VOCABULARY - {"blocks", "compare", "parts", "plain", "tensors"})),
+    *(
+        f"checkmate.{name}"
+        for name in sorted(VOCABULARY - {"arithmetic", "blocks", "compare", "parts", "plain", "tensors"})
+    ),
 ]
 
 Import = tuple[str, int, str]
