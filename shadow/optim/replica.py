@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Layout, Seed, StepRecord
+from checkmate.shadow.optim import adam
 from checkmate.tensors import MASTER, Manifest, TensorError, dtype_of, is_same, pack_state, set_group, unpack_group
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
@@ -29,6 +30,7 @@ Place = tuple[Mapping[str, Any], str, int]
 
 def warm_up() -> None:
     """Let torch load what a process's first optimizer needs: seconds that gradients would otherwise have to wait."""
+    adam.kernel()
     param = nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     torch.optim.AdamW([param], fused=True).step()
@@ -57,6 +59,8 @@ class Replica:
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
         self._orders = [group.get("order") for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
+        self._adam = adam.Adam(self._optimizer)
+        self._covered: set[nn.Parameter] = set()
         self._load(states)
 
     def apply(self, record: StepRecord, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
@@ -74,10 +78,11 @@ class Replica:
         if not record.skipped or scaler.get("found_inf") is not None:
             for group, fields in zip(self._optimizer.param_groups, record.groups, strict=True):
                 set_group(group, _steppable(fields))
+            self._covered = set() if record.skipped or scaler else self._adam.covered()
             self._optimizer.__dict__.update(scaler)
             try:
                 with _threads(record.threads):
-                    for block in self._blocks(layout):
+                    for block in self._blocks(record, layout):
                         self._step(record, block, buckets)
                 for name, master in self._masters.items():
                     self._params[name].detach().copy_(master.detach())
@@ -182,6 +187,7 @@ class Replica:
             if kind == "param":
                 wants_grad = tensor.is_floating_point() or tensor.is_complex()
                 self._params[name] = nn.Parameter(tensor, requires_grad=wants_grad)
+                self._params[name].grad_dtype = None  # any: what reads gradients of 16 bits gets them as they are
                 if name.startswith(MASTER):
                     self._masters[name.removeprefix(MASTER)] = self._params[name]
             elif kind == "buffer":
@@ -247,19 +253,19 @@ class Replica:
             end = first + count
         return problems
 
-    def _blocks(self, layout: Layout) -> list[list[Place]]:
+    def _blocks(self, record: StepRecord, layout: Layout) -> list[list[Place]]:
         """All gradients, in blocks of a few MiB where they are converted: so they go through memory once."""
         blocks: list[list[Place]] = [[]]
         filled = 0
         for bucket in layout.buckets:
             dtype = dtype_of(bucket["dtype"])
             for name, first, count in bucket["params"]:
-                wanted = self._masters.get(name, self._params[name]).dtype
+                stepped = self._masters.get(name, self._params[name])
                 if filled >= _BLOCK_BYTES:
                     blocks.append([])
                     filled = 0
                 blocks[-1].append((bucket, name, first))
-                filled += count * wanted.itemsize if wanted != dtype else 0
+                filled += count * stepped.itemsize if self._is_converted(stepped, dtype, record) else 0
         return blocks
 
     def _step(self, record: StepRecord, block: Sequence[Place], buckets: Mapping[int, memoryview]) -> None:
@@ -274,8 +280,11 @@ class Replica:
             self._set_gradients(record, block, buckets)
             self._prepare(record, params, masters)
             for group, members in zip(groups, everything, strict=True):
-                group["params"] = [param for param in members if id(param) in stepped]
-            self._optimizer.step()
+                present = [param for param in members if id(param) in stepped and param.grad is not None]
+                self._adam.step(group, [param for param in present if param in self._covered])
+                group["params"] = [param for param in present if param not in self._covered]
+            if any(group["params"] for group in groups):
+                self._optimizer.step()
         finally:
             for group, members in zip(groups, everything, strict=True):
                 group["params"] = members
@@ -291,7 +300,7 @@ class Replica:
             data, dtype = buckets[bucket["bucket"]], dtype_of(bucket["dtype"])
             flat = torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
             # DDP puts gradients into a bucket in the parameter's own memory order.
-            param.grad = self._converted(param, flat.as_strided(param.shape, param.stride(), first))
+            param.grad = self._converted(param, flat.as_strided(param.shape, param.stride(), first), record)
 
     def _prepare(
         self, record: StepRecord, params: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
@@ -303,13 +312,18 @@ class Replica:
         self._change([change for change in changes if not change["masters"]], params)
         for name, master in masters.items():
             grad = params[name.removeprefix(MASTER)].grad
-            master.grad = None if grad is None else self._converted(master, grad)
+            master.grad = None if grad is None else self._converted(master, grad, record)
         _drop_gradients(absent)
         self._change([change for change in changes if change["masters"]], masters)
 
-    def _converted(self, param: Tensor, grad: Tensor) -> Tensor:
-        """As the parameter's data type; in memory that is used again, for new memory costs more than the conversion."""
-        if grad.dtype == param.dtype:
+    def _is_converted(self, param: nn.Parameter, dtype: torch.dtype, record: StepRecord) -> bool:
+        """Whether a gradient of this data type must be made one of the parameter's for what comes now."""
+        is_read = param in self._covered and dtype in adam.READABLE and not record.changes
+        return dtype != param.dtype and not is_read
+
+    def _converted(self, param: nn.Parameter, grad: Tensor, record: StepRecord) -> Tensor:
+        """In memory that is used again, for new memory costs more than the conversion."""
+        if not self._is_converted(param, grad.dtype, record):
             return grad
         start, self._scratch_used = self._scratch_used, self._scratch_used + param.numel()
         scratch = self._scratch.get(param.dtype)
