@@ -1,8 +1,9 @@
 """What the shadow's optimizer step costs, against the memory bandwidth that is measured beside it.
 
-A fused AdamW step reads θ, m, v and the gradient and writes θ, m, v: 28 bytes an element, 26 with gradients of 16 bits.
-The floor is a C loop over as many elements that reads and writes just these streams (``optimizer.c``; needs a C
-compiler). They take turns, in CPU time of one thread, which a busy machine disturbs less.
+A fused AdamW step reads θ, m, v and the gradient and writes θ, m, v: 28 bytes an element, 26 with 16-bit gradients. Of
+master copies it writes the model's 16-bit parameters, too: 28 bytes again. The floor is a C loop over as many elements
+that reads and writes just these streams (``optimizer.c``; needs a C compiler). They take turns, in CPU time of one
+thread, which a busy machine disturbs less.
 """
 
 import argparse
@@ -32,12 +33,17 @@ from torch import nn
 
 from checkmate.protocol import Layout, Seed, StepRecord
 from checkmate.shadow.optim.replica import Replica
-from checkmate.tensors import pack_group, pack_state
+from checkmate.tensors import MASTER, pack_group, pack_state
 
 BUCKET_BYTES = 25 * MIB
 """As DDP cuts them."""
-KINDS = ("flat", "parameters", "bf16 gradients")
-TARGETS = {"flat": 1.15, "parameters": 1.3, "bf16 gradients": 1.3}
+TARGETS = {"flat": 1.15, "parameters": 1.3, "bf16 gradients": 1.3, "bf16 masters": 1.3}
+FLOORS = {
+    "traffic_32": ["const float *"],
+    "traffic_16": ["const uint16_t *"],
+    "traffic_copy": ["const uint16_t *", "uint16_t *"],
+}
+"""Functions of ``optimizer.c``, and what they take after θ, m and v."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Job:
     layout: Layout
     buckets: dict[int, memoryview]
     elements: int
-    dtype: torch.dtype
+    floor: str
 
     def step(self) -> None:
         """One optimizer step."""
@@ -71,9 +77,13 @@ def sizes(elements: int, kind: str) -> list[int]:
 def make(elements: int, kind: str) -> Job:
     params = {f"p{index}": nn.Parameter(torch.randn(size)) for index, size in enumerate(sizes(elements, kind))}
     optimizer = torch.optim.AdamW(params.values(), lr=1e-4, fused=True)
-    seed = Seed(0, *pack_state(params.items(), [], optimizer)[:2])
-    replica = Replica(seed, [param.detach() for param in params.values()])
-    dtype = torch.bfloat16 if kind == "bf16 gradients" else torch.float32
+    dtype = torch.bfloat16 if kind.startswith("bf16") else torch.float32
+    named = list(params.items())
+    if kind == "bf16 masters":
+        named = [(name, nn.Parameter(param.detach().to(dtype))) for name, param in named]
+        named += [(MASTER + name, param) for name, param in params.items()]
+    description, manifest, tensors = pack_state(named, [], optimizer)
+    replica = Replica(Seed(0, description, manifest), tensors)
     lines, buckets, members = [], {}, list(params.items())
     while members:
         place, first = [], 0
@@ -87,23 +97,23 @@ def make(elements: int, kind: str) -> Job:
         buckets[len(buckets)] = data
     record = StepRecord(1, "layout", [pack_group(group) for group in optimizer.param_groups])
     total = sum(param.numel() for param in params.values())
-    job = Job(replica, record, Layout("layout", lines), buckets, total, dtype)
+    floor = {"bf16 gradients": "traffic_16", "bf16 masters": "traffic_copy"}.get(kind, "traffic_32")
+    job = Job(replica, record, Layout("layout", lines), buckets, total, floor)
     job.step()
     return job
 
 
-def make_floor(elements: int, dtype: torch.dtype) -> Callable[[], object]:
-    """A step's memory traffic, with gradients of this data type."""
-    name, kind = ("traffic_32", "float") if dtype.itemsize == 4 else ("traffic_16", "uint16_t")
+def make_floor(elements: int, name: str) -> Callable[[], object]:
+    """A step's memory traffic, by a function of ``optimizer.c``."""
+    kinds = ["float *"] * 3 + FLOORS[name]
     ffi = FFI()
-    ffi.cdef(f"void {name}(float *theta, float *m, float *v, const {kind} *grad, size_t n);")
+    ffi.cdef(f"void {name}({', '.join(kinds)}, size_t n);")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "optimizer.so")
         source = Path(__file__).with_suffix(".c")
         subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", target, source], check=True)
         library = ffi.dlopen(str(target))
-    streams = [torch.ones(elements) for _ in range(3)] + [torch.zeros(elements, dtype=dtype)]
-    kinds = ("float *", "float *", "float *", f"const {kind} *")
+    streams = [torch.ones(elements, dtype=torch.float32 if "float" in kind else torch.bfloat16) for kind in kinds]
     pointers = [ffi.cast(type_, stream.data_ptr()) for type_, stream in zip(kinds, streams, strict=True)]
 
     def floor(_keep: object = streams) -> None:
@@ -122,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=count, default=20_000_000, help="parameters, about")
     parser.add_argument("--repetitions", type=count, default=15)
-    add_kinds_option(parser, KINDS)
+    add_kinds_option(parser, tuple(TARGETS))
     add_output_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +144,7 @@ def main() -> None:
     with progress(to, "steps", len(arguments.kinds) * arguments.repetitions) as done:
         for kind in arguments.kinds:
             job = make(arguments.elements, kind)
-            works = {"step": job.step, "floor": make_floor(job.elements, job.dtype)}
+            works = {"step": job.step, "floor": make_floor(job.elements, job.floor)}
             times: dict[str, list[float]] = {"step": [], "floor": []}
             for repetition in range(arguments.repetitions):
                 for name in turns(("step", "floor"), repetition):

@@ -31,9 +31,18 @@ static inline float from_bfloat16(uint16_t grad)
     return value;
 }
 
+/* To the nearest, ties to even; as torch's copy does it, any NaN included. */
+static inline uint16_t to_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0xffff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 #define DEFINE(type, stored)                                                                                           \
     EXPORT EACH_CPU void ckm_adam_##type(float *restrict theta, float *restrict m, float *restrict v,                  \
-                                         const stored *restrict grad, size_t elements, const struct ckm_adam *by)      \
+                                         uint16_t *restrict copy, const stored *restrict grad, size_t elements,        \
+                                         const struct ckm_adam *by)                                                    \
     {                                                                                                                  \
         const struct ckm_adam c = *by;                                                                                 \
         const int is_short = c.lerp < 0.5f; /* torch's lerp starts from the nearer end */                              \
@@ -55,6 +64,9 @@ static inline float from_bfloat16(uint16_t grad)
                 v[i] = second;                                                                                         \
                 theta[i] = theta[i] * c.keep + c.size * first / (sqrtf(second) / c.root + c.eps);                      \
             }                                                                                                          \
+            if (copy)                                                                                                  \
+                for (size_t i = turn; i < turn + TURN; i++)                                                            \
+                    copy[i] = to_bfloat16(theta[i]);                                                                   \
         }                                                                                                              \
     }
 

@@ -1,6 +1,6 @@
 """Fused Adam and AdamW in one pass over memory: a C kernel with the arithmetic of torch's own, bit for bit.
 
-torch's kernel waits for memory and takes no gradients of 16 bits for parameters of 32. The one here does neither. It is
+torch's kernel waits for memory, reads no bf16 gradients for fp32 parameters and writes no bf16 copies of them. Ours is
 proved against torch when a process first wants it; where a single bit differs, torch makes all steps.
 """
 
@@ -31,14 +31,22 @@ READABLE = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 _STATE = ("exp_avg", "exp_avg_sq")
 
 
-class Adam:
-    """Makes the steps of those of an optimizer's parameters that the kernel covers."""
+Place = tuple[Any, Any, Any, Any]
+"""Pointers to θ, m, v and the copy of θ, which may be NULL."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+
+class Adam:
+    """Makes the steps of those of an optimizer's parameters that the kernel covers.
+
+    ``copies``: of parameters that have one of fewer bits. A bf16 one is written in the same pass.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Mapping[nn.Parameter, Tensor]) -> None:
         self._optimizer = optimizer
         self._kernel = kernel() if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else None
-        self._places: dict[nn.Parameter, tuple[Any, Any, Any]] = {}
-        """θ, m, v of those found fit: they stay where they are."""
+        self._copies = {param: copy.detach() for param, copy in copies.items() if _is_like(copy, param, torch.bfloat16)}
+        self._places: dict[nn.Parameter, Place] = {}
+        """Of those found fit: they stay where they are."""
 
     def covered(self) -> set[nn.Parameter]:
         """Parameters that can be stepped here with the hyperparameters and the state that the optimizer has now."""
@@ -47,10 +55,13 @@ class Adam:
         groups = [group for group in self._optimizer.param_groups if _is_plain(group)]
         return {param for group in groups for param in group["params"] if param in self._places or self._fits(param)}
 
-    def step(self, group: Mapping[str, Any], params: Sequence[nn.Parameter]) -> None:
-        """Step covered parameters of a group, each with its gradient, of the parameter's strides."""
+    def step(self, group: Mapping[str, Any], params: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+        """Step covered parameters of a group, each with its gradient, of the parameter's strides.
+
+        Returns those whose copies were written.
+        """
         if self._kernel is None or not params:
-            return
+            return set()
         steps = [self._optimizer.state[param]["step"] for param in params]
         torch._foreach_add_(steps, 1)
         by = {count: self._kernel.hyper(group, count) for count in set(map(float, steps))}
@@ -62,6 +73,7 @@ class Adam:
         self._kernel.run(works)
         if rests := [param for param in params if param.numel() % _UNIT]:
             self._step_rests(group, rests)
+        return {param for param in params if param in self._copies}
 
     def _step_rests(self, group: Mapping[str, Any], params: Sequence[nn.Parameter]) -> None:
         """Elements after the last whole unit: for those torch has other arithmetic."""
@@ -69,19 +81,18 @@ class Adam:
         grads = [_rest(param.grad).to(param.dtype) for param in params if param.grad is not None]
         rests = [[_rest(state[key]) for state in states] for key in _STATE]
         _torch_step(group, [_rest(param) for param in params], grads, *rests, [state["step"] for state in states])
+        for param in params:
+            if param in self._copies:
+                _rest(self._copies[param]).copy_(_rest(param))
 
     def _fits(self, param: nn.Parameter) -> bool:
         state = self._optimizer.state.get(param, {})
-        tensors = [param, *(state.get(key) for key in _STATE)]
         fits = state.keys() == {"step", *_STATE} and all(
-            isinstance(tensor, Tensor)
-            and (tensor.dtype, tensor.shape, tensor.stride()) == (torch.float32, param.shape, param.stride())
-            and memory(tensor) is not None
-            for tensor in tensors
+            _is_like(tensor, param, torch.float32) for tensor in (param, *(state[key] for key in _STATE))
         )
         if fits and self._kernel is not None:
-            theta, m, v = (self._kernel.pointer(tensor) for tensor in tensors)
-            self._places[param] = theta, m, v
+            m, v = (state[key] for key in _STATE)
+            self._places[param] = self._kernel.place(param, m, v, self._copies.get(param))
         return fits
 
 
@@ -92,9 +103,10 @@ class Kernel:
         self._ffi = ffi
         self._functions = {dtype: getattr(lib, f"ckm_adam_{_name(dtype)}") for dtype in READABLE}
 
-    def pointer(self, tensor: Tensor) -> Any:
-        """To its first element; keeps nothing alive."""
-        return self._ffi.cast(f"{READABLE[tensor.dtype]} *", tensor.data_ptr())
+    def place(self, theta: Tensor, m: Tensor, v: Tensor, copy: Tensor | None) -> Place:
+        """Keeps nothing alive."""
+        low = self._ffi.NULL if copy is None else self._pointer(copy)
+        return self._pointer(theta), self._pointer(m), self._pointer(v), low
 
     def hyper(self, group: Mapping[str, Any], step: float) -> Any:
         """``struct ckm_adam`` of a group in this step."""
@@ -114,10 +126,10 @@ class Kernel:
             },
         )
 
-    def run(self, works: Sequence[tuple[Tensor, tuple[Any, Any, Any], int, Any]]) -> None:
-        """Gradient, θ, m, v, elements and hyperparameters of each parameter, in as many threads as torch would take."""
+    def run(self, works: Sequence[tuple[Tensor, Place, int, Any]]) -> None:
+        """Gradient, place, elements and hyperparameters of each parameter, in as many threads as torch would take."""
         pieces = [
-            (self._functions[grad.dtype], self.pointer(grad), *place, start, min(_PIECE, elements - start), by)
+            (self._functions[grad.dtype], self._pointer(grad), *place, start, min(_PIECE, elements - start), by)
             for grad, place, elements, by in works
             for start in range(0, elements, _PIECE)
         ]
@@ -127,6 +139,9 @@ class Kernel:
             return
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_run, [pieces[first::threads] for first in range(threads)]))
+
+    def _pointer(self, tensor: Tensor) -> Any:
+        return self._ffi.cast(f"{READABLE[tensor.dtype]} *", tensor.data_ptr())
 
 
 @functools.cache
@@ -153,15 +168,18 @@ def prove(kernel: Kernel) -> None:
     for dtype, decoupled, decay, (betas, eps) in cases:
         group = {"decoupled_weight_decay": decoupled, "weight_decay": decay, "betas": betas, "eps": eps, "lr": 0.01}
         ours, step = _numbers(3), torch.tensor(0.0)
+        ours.append(ours[0].bfloat16())
         theirs = [tensor.clone() for tensor in ours]
         for seed in range(2):
             grad = _numbers(1, seed + 1)[0].to(dtype)
             step += 1
-            place = kernel.pointer(ours[0]), kernel.pointer(ours[1]), kernel.pointer(ours[2])
+            place = kernel.place(ours[0], ours[1], ours[2], ours[3])
             kernel.run([(grad, place, grad.numel(), kernel.hyper(group, float(step)))])
-            _torch_step(group, theirs[:1], [grad.float()], theirs[1:2], theirs[2:], [step])
-        for what, mine, its in zip(("θ", *_STATE), ours, theirs, strict=True):
-            if wrong := int((mine.view(torch.int32) != its.view(torch.int32)).sum()):
+            _torch_step(group, theirs[:1], [grad.float()], theirs[1:2], theirs[2:3], [step])
+            theirs[3].copy_(theirs[0])
+        for what, mine, its in zip(("θ", *_STATE, "the copy of θ"), ours, theirs, strict=True):
+            bits = torch.int32 if mine.dtype.itemsize == 4 else torch.int16
+            if wrong := int((mine.view(bits) != its.view(bits)).sum()):
                 raise CheckmateError(
                     f"the kernel differs from this torch (CPU capability {torch.backends.cpu.get_cpu_capability()}) in "
                     f"{wrong} of {mine.numel()} elements of {what} with {_name(dtype)} gradients and {group}"
@@ -169,7 +187,7 @@ def prove(kernel: Kernel) -> None:
 
 
 def _numbers(tensors: int, seed: int = 0) -> list[Tensor]:
-    """Ordinary ones, some of any size down to denormal ones, zeros, infinities, NaNs; the third tensor's not negative."""
+    """Ordinary ones, some of any size down to denormal ones, zeros, infinities, NaNs; the third row is not negative."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(tensors, 64 * _UNIT, generator=random)
     values[:, ::4] *= torch.pow(2.0, torch.randint(-148, 120, values[:, ::4].shape, generator=random))
@@ -213,14 +231,23 @@ def _is_plain(group: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_like(tensor: Any, param: Tensor, dtype: torch.dtype) -> bool:
+    """Dense, of the parameter's shape and strides and of this data type."""
+    return (
+        isinstance(tensor, Tensor)
+        and (tensor.dtype, tensor.shape, tensor.stride()) == (dtype, param.shape, param.stride())
+        and memory(tensor) is not None
+    )
+
+
 def _rest(tensor: Tensor) -> Tensor:
     count = tensor.numel() % _UNIT
     return tensor.detach().as_strided((count,), (1,), tensor.storage_offset() + tensor.numel() - count)
 
 
 def _run(pieces: Sequence[Any]) -> None:
-    for function, grad, theta, m, v, start, elements, by in pieces:
-        function(theta + start, m + start, v + start, grad + start, elements, by)
+    for function, grad, theta, m, v, copy, start, elements, by in pieces:
+        function(theta + start, m + start, v + start, copy + start if copy else copy, grad + start, elements, by)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 /* An Adam or AdamW step of fp32 parameters in one pass over memory, with fp32 or bf16 gradients.
  *
  * Python reads this file too (cffi): only plain declarations, no macros with arguments. `elements` is a multiple of 64;
- * theta, m, v and the gradient don't overlap and need no alignment but their elements'. Any thread may call.
+ * theta, m, v, their copy and the gradient don't overlap and need no alignment but their elements'. Any thread may
+ * call.
  */
 #ifndef CHECKMATE_OPTIM_API_H
 #define CHECKMATE_OPTIM_API_H
@@ -21,8 +22,10 @@ struct ckm_adam {
     float size; /* -lr / (1 - beta1 ^ step) */
 };
 
-void ckm_adam_float32(float *theta, float *m, float *v, const float *grad, size_t elements, const struct ckm_adam *by);
-void ckm_adam_bfloat16(float *theta, float *m, float *v, const uint16_t *grad, size_t elements,
+/* `copy`: theta rounded to bf16, or NULL. */
+void ckm_adam_float32(float *theta, float *m, float *v, uint16_t *copy, const float *grad, size_t elements,
+                      const struct ckm_adam *by);
+void ckm_adam_bfloat16(float *theta, float *m, float *v, uint16_t *copy, const uint16_t *grad, size_t elements,
                        const struct ckm_adam *by);
 
 #endif

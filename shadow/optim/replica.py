@@ -59,8 +59,10 @@ class Replica:
         self._capturable = [bool(group.get("capturable")) for group in seed.optimizer["groups"]]
         self._orders = [group.get("order") for group in seed.optimizer["groups"]]
         self._optimizer = self._build(seed.optimizer)
-        self._adam = adam.Adam(self._optimizer)
+        copies = {master: self._params[name] for name, master in self._masters.items() if name in self._params}
+        self._adam = adam.Adam(self._optimizer, copies)
         self._covered: set[nn.Parameter] = set()
+        self._copied: set[nn.Parameter] = set()
         self._load(states)
 
     def apply(self, record: StepRecord, layout: Layout, buckets: Mapping[int, memoryview]) -> None:
@@ -79,13 +81,15 @@ class Replica:
             for group, fields in zip(self._optimizer.param_groups, record.groups, strict=True):
                 set_group(group, _steppable(fields))
             self._covered = set() if record.skipped or scaler else self._adam.covered()
+            self._copied.clear()
             self._optimizer.__dict__.update(scaler)
             try:
                 with _threads(record.threads):
                     for block in self._blocks(record, layout):
                         self._step(record, block, buckets)
                 for name, master in self._masters.items():
-                    self._params[name].detach().copy_(master.detach())
+                    if master not in self._copied:
+                        self._params[name].detach().copy_(master.detach())
             finally:
                 for key in scaler:
                     del self._optimizer.__dict__[key]
@@ -281,7 +285,7 @@ class Replica:
             self._prepare(record, params, masters)
             for group, members in zip(groups, everything, strict=True):
                 present = [param for param in members if id(param) in stepped and param.grad is not None]
-                self._adam.step(group, [param for param in present if param in self._covered])
+                self._copied |= self._adam.step(group, [param for param in present if param in self._covered])
                 group["params"] = [param for param in present if param not in self._covered]
             if any(group["params"] for group in groups):
                 self._optimizer.step()
