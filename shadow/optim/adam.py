@@ -10,14 +10,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 from typing import Any
 
 import torch
 from cffi import FFI
 from torch import Tensor, nn
 
-from checkmate.config import CheckmateError, library
+from checkmate import native
+from checkmate.config import CheckmateError
 from checkmate.tensors import memory
 
 log = logging.getLogger(__name__)
@@ -147,13 +147,13 @@ class Kernel:
 @functools.cache
 def kernel() -> Kernel | None:
     """The kernel, proved; None, and a warning in the log, where it isn't built or isn't torch's to the bit."""
-    text = (resources.files("checkmate.shadow.optim") / "api.h").read_text(encoding="utf-8")
+    headers = [native.header("checkmate.shadow.optim", "api.h")]
     ffi = FFI()
-    ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    ffi.cdef(native.declarations(headers))
     try:
-        found = Kernel(ffi, ffi.dlopen(str(library("libcheckmate_optim.so"))))
+        found = Kernel(ffi, native.load(ffi, native.library("libcheckmate_optim.so"), headers))
         prove(found)
-    except (CheckmateError, OSError) as error:
+    except CheckmateError as error:
         log.warning("fused Adam is stepped by torch alone, which is slower: %s", error)
         return None
     return found
