@@ -98,15 +98,13 @@ def _of_group(group: Any) -> Iterator[str]:
     for one in group.fsdp_params:
         if one.is_dtensor:
             yield "parameters were DTensors before fully_shard (tensor parallel): their shards are of two kinds at once"
-        if type(local(one.sharded_param)) is not Tensor:
-            yield f"shards of {type(local(one.sharded_param)).__name__}: only those of plain tensors are followed"
         policy = group.mp_policy
         yield from _division(group, policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype)
 
 
 def _division(group: Any, dtype: torch.dtype) -> Iterator[str]:
     if dtype not in _UNDIVIDED or group.force_sum_reduction_for_comms:
-        how = "with set_force_sum_reduction_for_comms" if dtype in _UNDIVIDED else f"as {str(dtype)[6:]}"
+        how = "with set_force_sum_reduction_for_comms" if dtype in _UNDIVIDED else f"as {dtype}"
         yield (
             f"gradients reduced {how} are divided after their all-reduce, which their copies don't show: use "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32) or torch.bfloat16, without forced sums"
@@ -156,7 +154,7 @@ class ShardReductions(Reductions):
         self._doubt: str | None = None
         for index, (part, group) in enumerate(self._parts):
             part.set_custom_reduce_scatter(_Tap(group._reduce_scatter_comm, functools.partial(self._reduce, index)))
-            part.set_all_reduce_hook(lambda _output: self._plugin.unregister_buckets())
+            part.set_all_reduce_hook(lambda _output: self._guard(self._plugin.unregister_buckets))
 
     def before_forward(self) -> None:
         """A backward pass that is still under way was broken off by an error."""

@@ -10,6 +10,7 @@ import torch
 from support.train.fake_shadow import FakeShadow
 from support.train.processes import finish, start
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import checkmate
@@ -28,7 +31,7 @@ from checkmate.train import bootstrap, hsdp, registry
 pytest_plugins = ["support.train.world"]
 
 DRAWS = range(16)
-SCENARIOS = ["noticed", "unfrozen", "broken_off", "closed", "resumed"]
+SCENARIOS = ["noticed", "apart", "unfrozen", "broken_off", "closed", "resumed"]
 
 
 def run(names: list[str], folder: Path) -> None:
@@ -69,11 +72,17 @@ def test_what_has_no_replicas_is_refused(shadow: FakeShadow, caplog: pytest.LogC
     assert len([line for line in caplog.messages if "not attached: the parameters are sharded" in line]) == 1, made
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_other_kinds_of_shards_are_refused(shadow: FakeShadow) -> None:
     one = FullyShardedDataParallel(
         nn.Linear(4, 2), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
     )
     refuse(r"FullyShardedDataParallel \(FSDP1\) is not followed, .* README.md, Roadmap", one)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns
+
+    zero = DistributedDataParallel(nn.Linear(4, 2))
+    with pytest.raises(CheckmateError, match=r"ZeroRedundancyOptimizer holds the state of some .* README.md, Roadmap"):
+        checkmate.attach(zero, ZeroRedundancyOptimizer(zero.parameters(), AdamW))  # type: ignore[no-untyped-call]
     net = nn.Linear(4, 2)
     net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh(1), [Shard(0)]))
     refuse("the parameters are DTensors that fully_shard did not make; .* README.md, Roadmap", net)
@@ -99,6 +108,11 @@ def summed() -> nn.Module:
     return net
 
 
+def own_mesh() -> nn.Module:
+    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh(1), shard_mesh_dim=0))
+    return fully_shard(deep(), mesh=mesh(1, 1), shard_placement_fn=lambda param: other if param.dim() > 1 else None)
+
+
 def in_part() -> nn.Module:
     net = deep()
     fully_shard(net[0], mesh=mesh(1, 1))
@@ -117,14 +131,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "offload": (offloaded, "CPUOffloadPolicy"),
     "hook": (hooked, "set_all_reduce_hook: what a hook does"),
     "sums": (summed, "gradients reduced with set_force_sum_reduction_for_comms are divided after their all-reduce"),
+    "mesh": (own_mesh, "shard_placement_fn gives parameters of one module meshes of their own"),
+    "replicate": (lambda: replicate(deep(), mesh=mesh(1)), r"replicated by replicate\(\), not sharded"),
     "part": (in_part, r"parameter 1.weight is trained but not sharded, .* call fully_shard on the outermost module"),
     "fp64": (
         lambda: fully_shard(deep().double(), mesh=mesh(1, 1)),
-        r"gradients reduced as float64 are divided .* use MixedPrecisionPolicy\(reduce_dtype=torch.float32\)",
+        r"gradients reduced as torch.float64 are divided .* use MixedPrecisionPolicy\(reduce_dtype=torch.float32\)",
     ),
     "fp16": (
         lambda: fully_shard(deep(), mesh=mesh(1, 1), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
-        "gradients reduced as float16 are divided after",
+        "gradients reduced as torch.float16 are divided after",
     ),
     "tensor parallel": (tensor_parallel, "parameters were DTensors before fully_shard"),
 }

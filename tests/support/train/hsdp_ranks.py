@@ -25,7 +25,7 @@ from checkmate.config import CheckmateError
 from checkmate.protocol import Seed
 from checkmate.tensors import named_state, pack_state
 from checkmate.train import attach as attach_module
-from checkmate.train import checkpoint, checks
+from checkmate.train import checkpoint, checks, hsdp
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.interchange import Start, state_dict
 from checkmate.train.masters import Masters
@@ -88,6 +88,7 @@ class Training:
         self.norm_type = r.choice([2.0, 1.0])  # torch finds no infinity norm of an empty shard
         self.passes = r.choice([1, 1, 2])
         self.sync = r.choice(["gradient", "all-reduce"])
+        self.reshard = r.random() < 0.5
         twice = self.passes == 1 or self.sync == "all-reduce"  # otherwise FSDP2 reduces for each call
         self.branches = r.choice([[1], [2] if twice else [1], [0, 1]])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if r.random() < 0.3 else None
@@ -121,6 +122,7 @@ class Training:
         branches = self.draws.choice(self.branches)
         for index in range(self.passes):
             is_last = index == self.passes - 1
+            self.module.set_reshard_after_backward(is_last or self.reshard)
             if self.sync == "gradient":
                 self.module.set_requires_gradient_sync(is_last)
             else:
@@ -247,6 +249,15 @@ def noticed() -> None:
         training.step()
         assert "was changed by something else" in (shadow.records[-1].unfollowed or "")
         followed.close()
+
+
+def apart() -> None:
+    """Modules of different replicas."""
+    net, options = Net(tied=False), {"mesh_dim_names": ("replica", "shard")}
+    fully_shard(net.first, mesh=init_device_mesh("cpu", (2, 1), **options))
+    fully_shard(net, mesh=init_device_mesh("cpu", (1, 2), **options))
+    found = list(hsdp.problems(hsdp.Sharded(net), {}))
+    assert any("meshes of different replicas: all modules must have the same" in text for text in found), found
 
 
 def unfrozen() -> None:
