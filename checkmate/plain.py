@@ -79,7 +79,8 @@ def decode(value: Any, tensor: DecodeTensor | None = None) -> Any:  # noqa: PLR0
 
 
 def _encode_map(value: dict[Any, Any], where: str, tensor: EncodeTensor | None) -> dict[str, Any]:
-    keys = [encode(key, f"{where} key") for key in value]
+    place = f"{where} key"
+    keys = [encode(key, place) for key in value]
     if all(type(key) is str for key in keys) and _TAG not in value:
         return {key: encode(item, f"{where}.{key}", tensor) for key, item in value.items()}
     items = [encode(item, f"{where}[{key!r}]", tensor) for key, item in value.items()]

@@ -43,7 +43,8 @@ class CheckpointFile:
             require_whole("memory", memory, 1)
         if not timeout_s > 0:
             raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 seconds")
-        self.path = path.resolve() if path.is_symlink() else path  # what it points to grows, not the link
+        _require_name(path)
+        self.path = Path(os.path.realpath(path)) if path.is_symlink() else path  # what it points to grows, not the link
         self._in_flight = in_flight
         self._options = options
         self._capacity = capacity
@@ -210,6 +211,18 @@ def require_whole(name: str, value: SupportsIndex, least: int, most: int = (1 <<
         if least <= (number := operator.index(value)) <= most:
             return number
     raise PersistError(errno.EINVAL, f"{name} is {value!r}: it must be a whole number from {least} to {most}")
+
+
+def _require_name(path: Path) -> None:
+    """Not too long, without null bytes, in folders that may be entered."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise PersistError(error.errno or errno.EINVAL, f"{path}: {error.strerror}; choose another path") from None
+    except ValueError as error:
+        raise PersistError(errno.EINVAL, f"{path}: {error}; choose another path") from None
 
 
 def _require_writable(path: Path) -> None:

@@ -107,7 +107,15 @@ def read_safetensors(path: Path) -> Any:
                 return tensors
             tree = msgpack.unpackb(base64.b64decode(ours), strict_map_key=False)
             return plain.decode(tree, lambda fields: tensors[fields["name"]])
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error, msgpack.UnpackException) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            struct.error,
+            msgpack.UnpackException,
+        ) as error:
             raise StateError(f"{path} is not a safetensors file, or a damaged one: {error!r}") from None
 
 

@@ -256,8 +256,10 @@ def empty(path: Path) -> Path:
         (truncated, "should have"),
         (empty, "c"),
         (lambda path: path / "below", "does not exist"),
+        (lambda path: path.with_name("c" * 300), "File name too long"),
+        (lambda path: path.with_name("c\0c"), "null byte"),
     ],
-    ids=["directory", "foreign", "truncated", "empty", "no folder"],
+    ids=["directory", "foreign", "truncated", "empty", "no folder", "long", "null"],
 )
 def test_a_path_that_cannot_be_used(tmp_path: Path, make: object, text: str) -> None:
     assert callable(make)

@@ -100,6 +100,14 @@ def test_export_for_torch_and_dcp(path: Path, tmp_path: Path) -> None:
         same(loaded.state["model"], training_state()["model"])
 
 
+@pytest.mark.parametrize("shape", ["[-1]", "[1e9]", "[4611686018427387904, 4]", "[100000000000000]", "[" * 5000])
+def test_a_header_that_makes_no_sense(tmp_path: Path, shape: str) -> None:
+    header = f'{{"x": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(StateError, match="not a safetensors file, or a damaged one"):
+        read_safetensors(tmp_path / "x")
+
+
 def test_torch_files_with_arrays_come_back(tmp_path: Path) -> None:
     numbers = np.random.RandomState(1)
     kept = [numbers.get_state(), np.arange(3, dtype="i2"), np.array([True]), np.float16([0.5])]
