@@ -79,7 +79,9 @@ class Challenge(Message):
 class Hello(Message):
     """Answer to Challenge; ``proof`` is HMAC-SHA256(token, nonce ‖ purpose).
 
-    ``shadows``: number of those of the job, which commit together.
+    ``shadows``: number of those of the job, which commit together. ``arithmetic``: what the rank's optimizer makes of
+    known numbers (``checkmate.arithmetic``): {"of": text, "cases": [[class, hyperparameters, dtype], …], "digest":
+    CRC32C of parameters and state after them}; None: nobody knows, because they are on a GPU.
     """
 
     TYPE: ClassVar[str] = "hello"
@@ -91,14 +93,16 @@ class Hello(Message):
     incarnation: int
     version: int = VERSION
     shadows: int = 1
+    arithmetic: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """From the shadow, before it closes: why."""
+    """From the shadow, before it closes: why. ``for_good``: this job, as it is, can never be followed."""
 
     TYPE: ClassVar[str] = "refused"
     reason: str
+    for_good: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from checkmate.protocol import (
     receive,
 )
 from checkmate.shadow import messages
+from checkmate.shadow.optim import arithmetic
 from checkmate.strangers import Strangers
 from checkmate.tensors import manifest_bytes, receive_tensors, send_tensors
 
@@ -111,6 +112,10 @@ class Limits:
 
 class _Denied(Exception):
     """The peer is refused; the text is for it and for the log."""
+
+
+class _Unfollowable(_Denied):
+    """For as long as it is what it is."""
 
 
 class _Connection:
@@ -284,7 +289,7 @@ class ControlServer:
             self.counters["refused"] += 1
             who = f"rank {connection.hello.rank} at " if connection.hello else ""
             log.warning("%s%s: refused: %s", who, connection.peer, error)
-            _refuse(connection, str(error))
+            _refuse(connection, Refused(str(error), isinstance(error, _Unfollowable)))
         except OSError as error:
             if not self._stopping.is_set():
                 self.counters["broken"] += 1
@@ -300,6 +305,8 @@ class ControlServer:
     def _converse(self, connection: _Connection) -> None:
         hello = self._handshake(connection)
         self._acquaint(connection)
+        if (problem := arithmetic.problem(hello.arithmetic)) is not None:
+            raise _Unfollowable(problem)
         connection.sock.settimeout(self._limits.stall_s)
         match hello.purpose:
             case "records":
@@ -450,9 +457,9 @@ def _prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _refuse(connection: _Connection, reason: str) -> None:
+def _refuse(connection: _Connection, refused: Refused) -> None:
     """Say why and close in order: unread input would make the kernel discard what we said."""
-    if not connection.send_nowait(Refused(reason)):
+    if not connection.send_nowait(refused):
         return
     try:
         connection.sock.shutdown(socket.SHUT_WR)

@@ -1,6 +1,8 @@
 """``checkmate.attach``: makes a shadow follow a replicated model and its optimizer."""
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkmate.config import CheckmateError
-from checkmate.train import checks, registry
+from checkmate.train import arithmetic, checks, registry
 from checkmate.train.boundary import RankState, Stateful
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.client import Client
@@ -74,16 +76,31 @@ def attach_unless(
         except (CheckmateError, OSError) as error:
             problem = str(error)
     refusing = peers.find(problem is not None)
-    if model is not None and parts is not None and not refusing:
-        settings, shards, plugin, state, copies = parts
-        probe_rings(model, plugin)
-        ATTACHED.add(ddp)
-        fleet = Fleet([Client(settings, where, peers.rank, peers.world) for where in settings.shadows], shards)
-        everybody = [Client(settings, where, peers.rank, peers.world) for where in settings.job_shadows]
-        digests = DigestSender(settings.verify, model.module, optimizer, copies)
-        return Checkpoint(model, optimizer, state, fleet, everybody, plugin, peers, copies, digests)
-    TRACKER.remove()
-    raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
+    measured = arithmetic.measure(optimizer) if parts is not None and not refusing else None
+    if model is None or parts is None or refusing or (problem := _other_steps(measured, peers)) is not None:
+        TRACKER.remove()
+        raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
+    settings, shards, plugin, state, copies = parts
+    probe_rings(model, plugin)
+    ATTACHED.add(ddp)
+    client = functools.partial(Client, settings, rank=peers.rank, world=peers.world, arithmetic=measured)
+    fleet = Fleet(list(map(client, settings.shadows)), shards)
+    everybody = list(map(client, settings.job_shadows))
+    digests = DigestSender(settings.verify, model.module, optimizer, copies)
+    return Checkpoint(model, optimizer, state, fleet, everybody, plugin, peers, copies, digests)
+
+
+def _other_steps(measured: dict[str, Any] | None, peers: Peers) -> str | None:
+    """Why a group's parameters would drift apart, of which a shadow has one state; the same on all ranks or None."""
+    digests = peers.gather(measured["digest"] if measured else 0)
+    others = peers.find(digests[peers.number] != digests[peers.members[0]])
+    if not others:
+        return None
+    of = measured["of"] if measured else "a GPU"
+    return (
+        f"the optimizers of rank(s) {others} make other steps of the same numbers than that of the first rank of their "
+        f"group (here: {of}): use the same torch, the same options and the same ATEN_CPU_CAPABILITY on all"
+    )
 
 
 def load_plugin() -> TagPlugin:

@@ -20,7 +20,7 @@ from checkmate.tensors import named_state, pack_group, step_threads, unpack_stat
 from checkmate.train.admission import Admission
 from checkmate.train.agreement import Position, Span, newest_position
 from checkmate.train.boundary import RankState
-from checkmate.train.client import ShadowError
+from checkmate.train.client import ShadowError, Unfollowable
 from checkmate.train.coordinator import Connector, Coordinator
 from checkmate.train.data import TRACKER
 from checkmate.train.digests import DigestSender
@@ -194,14 +194,14 @@ class Checkpoint:
     def _begin(self) -> Position | None:
         """Open an incarnation on rank 0 and tell the others; returns what the shadows hold, None: nothing.
 
-        Raises CheckmateError on all ranks when they hold state that can't be restored.
+        Raises CheckmateError on all ranks when they hold state that can't be restored, or can't follow this job.
         """
         begun, spans = None, list[Span]()
         problem: CheckmateError | None = None
         if self._peers.rank == 0:
             try:
                 begun = self._try_begin()
-            except Unrestorable as error:
+            except (Unrestorable, Unfollowable) as error:
                 problem = error
         incarnation = max(self._peers.gather(begun.incarnation if begun else 0))
         if begun is not None:
@@ -209,11 +209,11 @@ class Checkpoint:
                 if begun.incarnation != incarnation:
                     begun = self._fleet.begin(BEGIN_S, incarnation)
                 spans = begun.spans()
-            except (ShadowError, Unrestorable) as error:
+            except (ShadowError, Unrestorable, Unfollowable) as error:
                 problem = error
         if failed := self._peers.find(problem is not None):
             self.close(finished=False)
-            raise problem or Unrestorable(f"the shadows' state can't be restored: see the message of rank(s) {failed}")
+            raise problem or Unrestorable(f"the shadows' state can't be used: see the message of rank(s) {failed}")
         held = self._agree(spans)
         found = self._peers.find(begun is not None)
         if found == self._peers.leaders:

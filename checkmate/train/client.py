@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,6 +45,10 @@ class ShadowError(CheckmateError):
     """The shadow could not be reached, refused, or broke off; the text says which and why."""
 
 
+class Unfollowable(CheckmateError):
+    """The shadow can't follow this job; the text says which, why and what to do."""
+
+
 class DeadlineSocket(socket.socket):
     """A TCP socket whose reads and writes end by ``deadline`` (monotonic seconds), each within ``idle_s``."""
 
@@ -76,12 +80,13 @@ class DeadlineSocket(socket.socket):
 
 @dataclass(frozen=True)
 class Client:
-    """One rank's way to talk to one of its job's shadows."""
+    """One rank's way to talk to one of its job's shadows. ``arithmetic``: see ``Hello``."""
 
     settings: Settings
     endpoint: Endpoint
     rank: int
     world: int
+    arithmetic: dict[str, Any] | None = None
 
     @property
     def address(self) -> str:
@@ -95,8 +100,8 @@ class Client:
             challenge = _expect(Challenge, receive(sock))
             proof = prove(self.settings.token, challenge.nonce, purpose)
             shadows = max(1, len(self.settings.job_shadows))
-            hello = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation, shadows=shadows)
-            sock.sendall(hello.encode())
+            who = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation)
+            sock.sendall(replace(who, shadows=shadows, arithmetic=self.arithmetic).encode())
         except BaseException:
             sock.close()
             raise
@@ -146,6 +151,8 @@ class Client:
         try:
             with self.connect(purpose, incarnation, call_s) as sock:
                 yield sock
+        except Unfollowable as error:
+            raise Unfollowable(f"shadow {self.address} can't follow this job: {error}") from None
         except (OSError, CheckmateError) as error:
             raise ShadowError(f"rank {self.rank} could not {what} at shadow {self.address}: {error}") from error
 
@@ -167,6 +174,8 @@ def _open(endpoint: Endpoint, call_s: float) -> DeadlineSocket:
 def _expect(kind: type[M], message: Message | None) -> M:
     if isinstance(message, kind):
         return message
+    if isinstance(message, Refused) and message.for_good:
+        raise Unfollowable(message.reason)
     if isinstance(message, Refused):
         raise ProtocolError(f"refused: {message.reason}")
     found = "closed the connection" if message is None else f"sent {message.TYPE!r}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from checkmate.config import CheckmateError
 from checkmate.protocol import Begun, Message, Seed, State
 from checkmate.train.agreement import Position, Span, common_spans, newest_position
-from checkmate.train.client import ShadowError
+from checkmate.train.client import ShadowError, Unfollowable
 from checkmate.train.shards import Packed, Shard, join
 
 T = TypeVar("T")
@@ -75,9 +75,12 @@ class Fleet:
     def begin(self, call_s: float, proposed: int = 0) -> Beginning:
         """Open one incarnation, at least ``proposed``, on all.
 
-        Raises ShadowError when one can't, Unrestorable when others hold state then.
+        Raises ShadowError when one can't, Unrestorable when others hold state then, Unfollowable.
         """
         outcomes = self._try_each(lambda client, _: client.begin(proposed, call_s))
+        for outcome in outcomes.values():
+            if isinstance(outcome, Unfollowable):
+                raise outcome
         begun = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, Begun)}
         if failed := {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, ShadowError)}:
             first = next(iter(failed.values()))

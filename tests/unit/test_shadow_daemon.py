@@ -31,7 +31,7 @@ from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
 from checkmate.shadow.rx.receiver import RxConfig
 from checkmate.tensors import named_state, pack_state, unpack_state
-from checkmate.train.client import ShadowError
+from checkmate.train.client import ShadowError, Unfollowable
 
 QUICK = Tuning(patience_s=0.3, quiet_s=0.05, fence_s=1.0, ask_s=(0.2, 5.0), grace_s=0.2)
 
@@ -520,6 +520,14 @@ def test_strangers_are_refused_and_logged(
     assert pattern in caplog.text and "127.0.0.1:" in caplog.text
     assert job.status()["connections"]["refused"] == 2
     assert job.status()["incarnation"] == 1
+
+
+def test_a_trainer_of_other_arithmetic_is_refused_for_good(job: Job) -> None:
+    theirs = {"of": "another torch", "cases": [["SGD", {"lr": 0.1}, "float32"]], "digest": 1}
+    client = dataclasses.replace(job.client(), arithmetic=theirs)
+    with pytest.raises(Unfollowable, match="can't follow this job: its optimizer's steps have other bits here: the tr"):
+        client.begin(0, 5)
+    assert job.status()["incarnation"] == 0 and job.status()["connections"]["refused"] == 1
 
 
 def refusal(job: Job, purpose: str, sent: bytes = b"", **hello: Any) -> str:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.train.direct import DirectClient, DirectShadow
 from support.train.fake_shadow import FakePlugin, FakeShadow, order
 from support.train.model import build, train
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from checkmate.config import CheckmateError
 from checkmate.protocol import Hello, Layout, StepRecord
 from checkmate.tensors import is_same
 from checkmate.train import checks, registry
+from checkmate.train.client import Unfollowable
 
 pytest_plugins = ["support.train.world"]
 
@@ -238,6 +241,16 @@ def test_the_optimizer_state_is_not_touched_by_following(shadow: FakeShadow) -> 
 
 
 # Refusals
+
+
+def test_a_shadow_that_can_never_follow_refuses_attach(direct: DirectShadow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_for_good(*_: object) -> None:
+        raise Unfollowable("shadow 1.2.3.4:7701 can't follow this job: other bits")
+
+    monkeypatch.setattr(DirectClient, "begin", refuse_for_good)
+    before = threading.active_count()
+    refuse("^shadow 1.2.3.4:7701 can't follow this job: other bits$", *build())
+    assert threading.active_count() == before
 
 
 def refuse(match: str, ddp: Any, optimizer: Any, stateful: dict[str, Any] | None = None) -> None:

@@ -307,7 +307,7 @@ def test_t10_one_norm_over_all_stages_clips_on_every_shadow(
     other = DirectShadow()
     first = Script(direct, *build()).start()
     monkeypatch.setattr(attach_module, "load_plugin", lambda: other)
-    monkeypatch.setattr(attach_module, "Client", lambda *_: DirectClient(other))
+    monkeypatch.setattr(attach_module, "Client", lambda *_, **__: DirectClient(other))
     last = Script(other, *build()).start()
     stages = (first, last)
     with contextlib.closing(first.checkpoint), contextlib.closing(last.checkpoint):

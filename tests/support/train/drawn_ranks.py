@@ -22,7 +22,7 @@ def follow(seed: int) -> None:
     shadow = DirectShadow(reread=True)
     module: Any = attach_module
     module.load_plugin = lambda: shadow
-    module.Client = lambda *_: DirectClient(shadow)
+    module.Client = lambda *_, **__: DirectClient(shadow)
     training = Training(draw(seed), RANK)
     followed = attach(training.ddp, training.optimizer, masters=training.masters)
     training.make_scheduler()

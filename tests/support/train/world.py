@@ -60,7 +60,7 @@ def direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None, restart
     """A shadow in this process, to which ``attach`` connects without a network."""
     shadow = DirectShadow()
     monkeypatch.setattr(attach_module, "load_plugin", lambda: shadow)
-    monkeypatch.setattr(attach_module, "Client", lambda *_: DirectClient(shadow))
+    monkeypatch.setattr(attach_module, "Client", lambda *_, **__: DirectClient(shadow))
     monkeypatch.setattr(checkpoint_module, "RecordsLink", DirectLink)
     monkeypatch.setattr(config, "MIN_RANKS", 1)
     monkeypatch.setattr(checks, "CARRIERS", ["gloo"])
