@@ -124,7 +124,7 @@ class Engine:
     def about(self) -> About:
         f = self.file
         options = Options(Backend.PWRITE, 1, 1, self._options.chunk_bytes or 4096)
-        return About(f.slots, f.data_bytes, f.meta_bytes, 0, options, 0, 0, "", (0, 0), 0, 0, 0)
+        return About(f.slots, f.data_bytes, f.meta_bytes, 0, options, 0, 0, 0, "", (0, 0), 0, 0, 0)
 
     def begin(self, step: int, data_bytes: int, meta_bytes: int = 0, *, timeout_s: float) -> Ticket:
         with self.file.changed:
