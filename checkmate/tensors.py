@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +101,8 @@ def named_state(module: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], list
 def pack_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters of one ``optimizer.param_groups`` entry, without its parameters, as plain values.
 
-    A tensor (``lr``) becomes ``{"tensor": value, "dtype": name}``. TensorError for anything that isn't plain.
+    A tensor (``lr``) becomes ``{"tensor": value, "dtype": name}``, a numpy number of fewer bits than a float, by which
+    arithmetic is less exact, ``{"numpy": value, "dtype": name}``. TensorError for anything that isn't plain.
     """
     return {key: _pack_value(key, value) for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -325,6 +327,8 @@ def _pack_value(key: str, value: Any) -> Any:
         return {"tensor": value.item(), "dtype": _dtype_name(value.dtype)}
     if isinstance(value, list | tuple):
         return tuple(_pack_value(key, item) for item in value)
+    if isinstance(value, np.float32 | np.float16):
+        return {"numpy": float(value), "dtype": value.dtype.name}
     if value is not None and not isinstance(value, bool | int | float | str) and hasattr(value, "item"):
         value = value.item()  # a numpy scalar
     for kind in (bool, int, float, str):
@@ -332,14 +336,19 @@ def _pack_value(key: str, value: Any) -> Any:
             return kind(value)
     if value is None:
         return None
-    raise TensorError(f"{key} is a {type(value).__name__}: only numbers, text and one-element tensors can be sent")
+    raise TensorError(
+        f"the optimizer's {key!r} is a {type(value).__name__}: only numbers, text, one-element tensors and lists "
+        "of these can be sent; keep anything else outside of the optimizer"
+    )
 
 
 def _unpack_value(value: Any) -> Any:
     if isinstance(value, dict):
-        if value.keys() != {"tensor", "dtype"}:
-            raise TensorError(f"a hyperparameter is the map {value!r}: only a packed tensor may be one")
-        return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+        if value.keys() == {"tensor", "dtype"}:
+            return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+        if value.keys() == {"numpy", "dtype"} and value["dtype"] in ("float32", "float16"):
+            return np.dtype(value["dtype"]).type(value["numpy"])
+        raise TensorError(f"a hyperparameter is the map {value!r}: only a packed tensor or numpy number may be one")
     return tuple(_unpack_value(item) for item in value) if isinstance(value, list | tuple) else value
 
 

@@ -57,6 +57,11 @@ def attach_unless(
     masters: Mapping[str, Tensor],
 ) -> Checkpoint:
     """``attach``, unless a rank knows a ``problem``: then CheckmateError on all."""
+    if ddp in ATTACHED:
+        problem = problem or (
+            "attach was called for this module before, and torch can't take back its communication hook: use the "
+            "Checkpoint that the first call returned, or wrap the model in a new DistributedDataParallel"
+        )
     problem = problem or checks.refusal(ddp, optimizer, stateful, masters)
     if not dist.is_initialized():
         raise CheckmateError(problem or "torch.distributed is not initialised")

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.config import CheckmateError
 from checkmate.train import registry
 from checkmate.train.attach import ATTACHED, attach_unless
-from checkmate.train.checkpoint import Checkpoint
+from checkmate.train.checkpoint import Checkpoint, ForwardHook
 from checkmate.train.checks import sharded
 from checkmate.train.data import TRACKER
 from checkmate.train.fleet import Unrestorable
@@ -73,7 +73,7 @@ class AutoAttach:
 
     def _note(self, module: nn.Module) -> None:
         self._modules.append(weakref.ref(module))
-        module.register_forward_pre_hook(lambda _module, _args: self._before_forward(), prepend=True)
+        module.register_forward_pre_hook(ForwardHook(self._before_forward), prepend=True)
 
     def _before_forward(self) -> None:
         if self._is_over:

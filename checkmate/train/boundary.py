@@ -74,6 +74,11 @@ class RankState:
         self._after = after
         TRACKER.before_fetch = fetch
 
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether the next forward ends a step, or the repetition of what a restarted script did after one."""
+        return self._after is not None or self._awaited is not None
+
     def take(self, at_forward: bool) -> dict[str, Any] | None:
         """State after the newest step, once; None when there is none or it was taken.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from checkmate import metrics, plain
 from checkmate.config import CheckmateError
@@ -74,6 +75,7 @@ class Checkpoint:
         self._superseded = 0
         self._newest_state: dict[str, Any] = {}
         self._stepping = False
+        self._compiled = False
         self._followed = True
         self._started = False
         self._training = False
@@ -341,16 +343,24 @@ class Checkpoint:
             self._training = True
             if self._held is None:
                 self._guard(self._seed_start)
+        if self._is_evaluation_of_others():
+            return
         self._state.first_forward()
         self._guard(lambda: self._send_boundary(at_forward=True))
         self._step_hook.remove()  # register again: after hooks of the user's that may change gradients
         self._step_hook = self._optimizer.register_step_pre_hook(self._before_step)
+
+    def _is_evaluation_of_others(self) -> bool:
+        """A forward that trains nothing, of other weights than the step's: of an average that is swapped in, say. The
+        script gives the weights back before it trains, so this is not yet what it goes on from."""
+        return not torch.is_grad_enabled() and self._state.awaits_forward and self._watch.changed() is not None
 
     def _before_step(
         self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Where a closure computes the gradients, the step's record is due after it: the followed optimizers call it
         once, before all else."""
+        self._compiled = torch.compiler.is_compiling()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._announce_step()
@@ -373,6 +383,8 @@ class Checkpoint:
         self._send_record(unfollowed, skipped)
 
     def _unfollowed(self, skipped: bool) -> str | None:
+        if self._compiled:
+            return "the step is compiled (torch.compile): its arithmetic is not that of torch's optimizer"
         if skipped and self._lacks_momentum():
             return "torch's fused SGD makes momentum of uninitialised memory when a GradScaler skips its first step"
         return self._hook.unfollowed(self._optimizer) or self._watch.changed()
@@ -422,6 +434,21 @@ class Checkpoint:
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping = False
         self._end_iteration()
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer is not self._optimizer:
+            self._guard(lambda: self._refuse_other(optimizer))
+
+    def _refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """A second optimizer of the model, or one made anew: no shadow has its state."""
+        names = {id(param): name for name, param in self._ddp.module.named_parameters()}
+        trained = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        if trained and self._watch.changed() is not None:
+            raise CheckmateError(
+                f"another optimizer ({type(optimizer).__name__}) than the one that was attached stepped parameter "
+                f"{trained[0]}: one optimizer must hold all that are trained, from the first step to the last; to "
+                "begin anew, change its param_groups, or clear its state"
+            )
 
     def _end_iteration(self) -> None:
         self._step += 1
@@ -485,6 +512,9 @@ class Checkpoint:
             return
         try:
             work()
+        except CheckmateError as error:
+            log.error("Checkmate stops following this run at step %d: %s", self._step, error)
+            self.close(finished=False)
         except Exception:
             log.exception("Checkmate stops following this run at step %d because of an error of its own", self._step)
             self.close(finished=False)
@@ -493,14 +523,18 @@ class Checkpoint:
 
     def _install(self) -> list[Callable[[], object]]:
         """Hooks into torch; returns what undoes them."""
-        forward = self._ddp.register_forward_pre_hook(lambda _module, _args: self.before_forward(), prepend=True)
+        forward = self._ddp.register_forward_pre_hook(ForwardHook(self.before_forward), prepend=True)
         after = self._optimizer.register_step_post_hook(self._after_step)
+        self._optimizer._optimizer_step_post_hooks.move_to_end(
+            after.id, last=False
+        )  # before what hooks of others change
         atexit.register(self._at_exit)
         around_scaled_step(self._optimizer, self._scaled_step)
         return [
             lambda: around_scaled_step(self._optimizer, None),
             forward.remove,
             after.remove,
+            register_optimizer_step_post_hook(self._after_any_step).remove,
             lambda: self._step_hook.remove(),  # noqa: PLW0108 - the newest one
             lambda: atexit.unregister(self._at_exit),
             TRACKER.remove,
@@ -522,6 +556,22 @@ class Checkpoint:
                 self._links.committed,
                 self._step,
             )
+
+
+class ForwardHook:
+    """Calls ``work`` before each forward of a module, but not of the module's copies, by deepcopy or torch.save."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def __call__(self, _module: object, _args: object) -> None:
+        self._work()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (
+            {},
+            "get",
+        )  # {}.get(module, args) leaves the arguments as they are; a file needs nothing of ours
 
 
 def _before_group_goes(work: Callable[[], None]) -> Callable[[], None]:

@@ -93,7 +93,15 @@ def _ddp(ddp: DistributedDataParallel) -> Iterator[str]:
         yield "delay_all_reduce_named_params: those gradients never pass the communication hook"
     if ddp._use_python_reducer:
         yield "the Python reducer of torch.compile has no communication hooks"
+    places: dict[int, str] = {}
     for name, param in ddp.module.named_parameters():
+        if param.numel() and (other := places.setdefault(param.data_ptr(), name)) != name:
+            yield (
+                f"parameters {other} and {name} are two that share memory, of which a shadow can't keep one copy: "
+                "tie them by one Parameter under both names"
+            )
+        if hasattr(param, "_in_backward_optimizers"):
+            yield f"parameter {name} has an optimizer that steps inside backward: let the optimizer step after it"
         if param.requires_grad and name in ddp.parameters_to_ignore:
             yield f"DDP was told to ignore parameter {name}: its gradient is never all-reduced"
 

@@ -7,7 +7,7 @@ them by, are noted as ``StepRecord.changes``; every other change shows in the gr
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class GradientTrail:
         ]
 
     @contextlib.contextmanager
-    def noting(self, params: Iterable[Tensor], change: Change) -> Iterator[None]:
+    def noting(self, params: Sequence[Tensor], change: Change) -> Iterator[None]:
         """Around a change of these parameters' gradients, and of nothing else."""
         keys = {id(param) for param in params if param.grad is not None} & self._params.keys()
         if not keys:
@@ -86,8 +86,11 @@ class GradientTrail:
         self._expected |= self._now(known)  # of all: views of one bucket share a version counter
         if explained:
             self._spots.refresh()
-        everything = all(param.grad is None or key in keys for key, (_, param) in self._params.items())
-        names = None if everything else sorted(self._params[key][0] for key in keys)
+        everything = sorted(name for name, param in self._params.values() if param.grad is not None)
+        names: list[str] | None = sorted(
+            self._params[id(p)][0] for p in params if id(p) in keys
+        )  # one that is listed twice, twice
+        names = None if names == everything else names
         self._changes.append({**change, "params": names, "masters": self._of_masters})
 
     def _as_expected(self) -> list[int]:
@@ -136,7 +139,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def _noting(params: Iterable[Tensor], change: Change) -> Iterator[None]:
+def _noting(params: Sequence[Tensor], change: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for trail in list(_trails):
             stack.enter_context(trail.noting(params, change))

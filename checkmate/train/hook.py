@@ -69,6 +69,7 @@ class GradientHook(Reductions):
             return self._reduce(bucket)
 
         self._ddp.register_comm_hook(None, checkmate_hook)
+        self._ddp._comm_hooks.pop()  # a list of torch's for messages; copies and files of the module would hold us
 
     @property
     def order(self) -> list[int] | None:
@@ -138,9 +139,9 @@ class GradientHook(Reductions):
             return
         self._keys[index] = key
         self._layout = None
-        start = buffer.data_ptr()
+        start = buffer.storage_offset()  # no addresses: an empty tensor's is 0
         places = [
-            [self._params[id(param)][0], (view.data_ptr() - start) // buffer.element_size(), view.numel()]
+            [self._params[id(param)][0], int(view.storage_offset() - start), view.numel()]
             for param, view in zip(params, bucket.gradients(), strict=True)
         ]
         self._buckets[index] = line(index, sent, places)

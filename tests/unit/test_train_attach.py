@@ -15,6 +15,7 @@ from support.train.fake_shadow import FakePlugin, FakeShadow, order
 from support.train.model import build, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -283,6 +284,12 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
         narrow,
         SGD(narrow.parameters(), momentum=0.9, fused=True),
     )
+    apart = build()[0].module
+    apart.second.bias = nn.Parameter(apart.first.bias.data[:1])
+    refuse("parameters first.bias and second.bias are two that share memory", *wrapped(apart))
+    early = build()[0].module
+    _apply_optimizer_in_backward(SGD, early.first.parameters(), {"lr": 0.1})
+    refuse("first.weight has an optimizer that steps inside backward", *wrapped(early))
     sparse = DistributedDataParallel(nn.Embedding(4, 4, sparse=True))
     refuse("has sparse gradients", sparse, SGD(sparse.parameters()))
     hooked, optimizer = build()
@@ -296,6 +303,18 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined]
     refuse("communication hook BuiltinCommHookType.FP16_COMPRESS", builtin, optimizer)
     assert shadow.incarnation == 0
+
+
+def wrapped(net: Any) -> tuple[DistributedDataParallel, AdamW]:
+    return DistributedDataParallel(net), AdamW(net.parameters())
+
+
+def test_a_module_is_attached_once(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    refuse("attach was called for this module before", ddp, optimizer)
+    checkpoint.close()
+    refuse("use the Checkpoint that the first call returned, or wrap the model in a new Dist", ddp, optimizer)
 
 
 class Unstorable:

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support.train.direct import DirectClient, DirectShadow
@@ -275,6 +277,132 @@ def test_a_frozen_teacher_that_follows_is_never_committed_stale(
         item.step()
         ddp.module.follow(through_data)
         assert item.hand_over() == []
+
+
+def test_what_a_hook_of_the_users_changes_after_the_step_is_noticed(direct: DirectShadow) -> None:
+    ddp, optimizer = build()
+    optimizer.register_step_post_hook(lambda *_: clamp_(ddp.module.first.weight))
+    with contextlib.closing(Script(direct, ddp, optimizer).checkpoint) as checkpoint:
+        assert checkpoint.resume() is None
+        ddp(torch.randn(6, 4)).backward()
+        optimizer.step()
+        checkpoint.before_forward()
+    assert "first.weight was changed" in str(direct.unfollowed)
+
+
+def clamp_(param: Any) -> None:
+    param.detach().clamp_(-0.01, 0.01)
+
+
+def test_an_evaluation_of_averaged_weights_is_not_what_training_goes_on_from(
+    direct: DirectShadow, restarted: Callable[[], None]
+) -> None:
+    def evaluate(ddp: DistributedDataParallel) -> None:
+        weight: Any = ddp.module.first.weight
+        own = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(0.5)
+            ddp(torch.randn(6, 4))
+            weight.copy_(own)
+
+    item = Script(direct, *build()).start()
+    item.step()
+    evaluate(item.ddp)
+    assert direct.committed == 0
+    assert item.hand_over() == []
+    drawn = torch.randn(3)
+    item.checkpoint.close()
+    restarted()
+    item = Script(direct, *build())
+    assert item.checkpoint.resume() == 1
+    evaluate(item.ddp)  # a script that evaluates without a DataLoader does so again
+    item.checkpoint.before_forward()
+    assert torch.equal(torch.randn(3), drawn)
+    item.checkpoint.close()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_second_optimizer_ends_following_and_says_so(
+    script: Callable[..., Script], caplog: pytest.LogCaptureFixture, anew: bool
+) -> None:
+    item = script()
+    item.step()
+    assert item.hand_over() == []
+    other = AdamW(item.ddp.parameters(), lr=0.1)
+    if anew:
+        item.optimizer = other
+        item.step()
+    else:
+        item.step()
+        other.step()
+    assert f"at step {2 - anew}: another optimizer (AdamW) than the one that was attached" in caplog.text
+    assert item.checkpoint._closed and item.shadow.committed == 1
+
+
+def test_a_compiled_step_is_noticed(script: Callable[..., Script]) -> None:
+    item = script()
+    item.backward()
+    torch.compile(item.optimizer.step, backend="eager")()
+    assert "compiled" in (item.shadow.records[0].unfollowed or "")
+    assert item.hand_over() == []
+
+
+def test_a_followed_module_can_be_saved_and_copied_whole(script: Callable[..., Script]) -> None:
+    item = script()
+    item.step()
+    file = io.BytesIO()
+    torch.save(item.ddp, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(item.ddp)):
+        other(torch.randn(6, 4))
+        assert item.shadow.committed == 0  # that was no forward of the followed one
+    assert item.hand_over() == []
+
+
+# Odd parameters and options
+
+
+class Odd(nn.Module):
+    """A scalar and empty parameters between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.none = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.empty(0, 3))
+        self.layer, self.rest = nn.Linear(4, 4), nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * self.layer(x)).square().mean() + self.none.sum() + self.rest.sum()
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_scalars_and_empty_parameters_are_followed(script: Callable[..., Script], as_view: bool) -> None:
+    ddp = DistributedDataParallel(Odd(), gradient_as_bucket_view=as_view)
+    item = script(ddp, AdamW(ddp.parameters(), lr=0.1))
+    for _ in range(3):
+        item.step()
+        assert item.hand_over() == []
+    assert (item.shadow.seeds, item.shadow.unfollowed) == ([0], [])
+
+
+def test_a_learning_rate_of_numpys_single_precision_is_followed(script: Callable[..., Script]) -> None:
+    ddp, _ = build()
+    item = script(ddp, AdamW(ddp.parameters(), lr=np.float32(0.01)))  # type: ignore[arg-type]
+    for _ in range(3):
+        item.step()
+        assert item.hand_over() == []
+    assert (item.shadow.seeds, item.shadow.unfollowed) == ([0], [])
+
+
+@pytest.mark.parametrize("repeated", [1, 6], ids=["one of them", "as many as there are"])
+def test_parameters_that_are_clipped_twice_are_so_on_the_shadow(script: Callable[..., Script], repeated: int) -> None:
+    item = script()
+    for _ in range(3):
+        item.backward()
+        first, *others = item.ddp.parameters()
+        nn.utils.clip_grad_norm_([first] * repeated + ([first, *others] if repeated == 1 else []), 0.001)
+        item.optimizer.step()
+        assert item.hand_over() == []
+    assert (item.shadow.seeds, item.shadow.unfollowed) == ([0], [])
 
 
 # Parameter groups
