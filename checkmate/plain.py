@@ -1,8 +1,8 @@
 """Python state as plain msgpack-able values and back, without pickle: what arrives can never run code.
 
 Plain are None, bool, int, float, str, bytes, lists and maps with text keys. All else is a map with the key "~" that
-names what it is: tuple, tensor, array, long integer, map with other keys. Who keeps tensors elsewhere gives functions
-for them, and gets back the map that his own made.
+names what it is: tuple, tensor, array, numpy number, long integer, map with other keys. Who keeps tensors elsewhere
+gives functions for them, and gets back the map that his own made.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def encode(value: Any, where: str = "state", tensor: EncodeTensor | None = None)
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
     if isinstance(value, np.generic) and type(value.item()) in (bool, int, float):
-        return encode(value.item(), where)
+        return {**encode(np.asarray(value)), _TAG: "scalar"}  # as it is: float32 has an arithmetic of its own
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.ndarray | np.generic):
         kind = f"{kind} of dtype {value.dtype}"
@@ -74,6 +74,8 @@ def decode(value: Any, tensor: DecodeTensor | None = None) -> Any:  # noqa: PLR0
             return (tensor or _decode_tensor)(value)
         case "array":
             return np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        case "scalar":
+            return np.frombuffer(value["data"], dtype=np.dtype(value["dtype"]))[0]
         case unknown:
             raise CheckmateError(f"stored state holds an unknown kind of value: {unknown!r}")
 

@@ -335,7 +335,8 @@ def test_hyperparameters_keep_value_and_kind() -> None:
         "params": [1], "betas": [0.9, 0.999], "fused": None, "nesterov": True, "n": 3, "name": "decay", "custom": 1,
         "weight_decay": float(numpy.float32(0.1)), "initial_lr": 0.1,
     }  # fmt: skip
-    with pytest.raises(TensorError, match="hook is a function"):
+    assert type(into["weight_decay"]) is numpy.float32  # whose arithmetic is not a float's
+    with pytest.raises(TensorError, match=r"'hook' is a function: only numbers, text, .* keep anything else outside"):
         pack_group({"hook": lambda: None})
 
 

@@ -49,7 +49,9 @@ def test_numpy_comes_back() -> None:
     array = np.arange(6, dtype=">i2").reshape(2, 3)
     back = roundtrip(array)
     assert back.dtype == array.dtype and np.array_equal(back, array)
-    assert roundtrip(np.float64(0.1)) == 0.1 and roundtrip(OrderedDict(a=1)) == {"a": 1}
+    for number in (np.float32(0.1), np.float64(0.1), np.int64(-3), np.bool_(True)):
+        assert type(roundtrip(number)) is type(number) and roundtrip(number) == number
+    assert roundtrip(OrderedDict(a=1)) == {"a": 1}
     assert math.isnan(roundtrip(float("nan")))
 
 
