@@ -525,9 +525,8 @@ class Checkpoint:
         """Hooks into torch; returns what undoes them."""
         forward = self._ddp.register_forward_pre_hook(ForwardHook(self.before_forward), prepend=True)
         after = self._optimizer.register_step_post_hook(self._after_step)
-        self._optimizer._optimizer_step_post_hooks.move_to_end(
-            after.id, last=False
-        )  # before what hooks of others change
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)  # before what hooks of others change
         atexit.register(self._at_exit)
         around_scaled_step(self._optimizer, self._scaled_step)
         return [
