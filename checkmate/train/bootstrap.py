@@ -96,7 +96,8 @@ class AutoAttach:
         TRACKER.before_iterate = None
         if any(module in ATTACHED for module in modules):
             return  # the script did it
-        problem = _own_loop(modules[0])
+        first = modules[0]
+        problem = _own_loop(first.module if isinstance(first, DistributedDataParallel) else first)
         if len(modules) > 1:
             problem = (
                 f"the script has {len(modules)} modules of DistributedDataParallel or fully_shard side by side: one "
@@ -161,8 +162,7 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _own_loop(module: nn.Module) -> str | None:
     """What a framework needs whose own loop goes wrong when a restart repeats it from the top; None: nothing."""
-    bare = module.module if isinstance(module, DistributedDataParallel) else module
-    bases = [base.__module__ for base in type(bare).__mro__]
+    bases = [base.__module__ for base in type(module).__mro__]
     if any(base.startswith(("lightning.pytorch.", "pytorch_lightning.")) for base in bases):
         return "Lightning counts steps itself: give its Trainer checkmate.train.lightning.CheckmateCallback()"
     transformers = sys.modules.get("transformers.trainer")
