@@ -155,7 +155,7 @@ def follow(training: Training, shadow: DirectShadow) -> Checkpoint:
     """Attach to the shadow, which may hold a state."""
     module: Any = attach_module
     module.load_plugin = lambda: shadow
-    module.Client = lambda *_: DirectClient(shadow)
+    module.Client = lambda *_, **__: DirectClient(shadow)
     return attach(training.module, training.optimizer)
 
 
