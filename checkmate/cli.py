@@ -298,14 +298,20 @@ def costmodel(
         raise CheckmateError(f"--gpus {gpus}, --hours {hours:g}: both must be more than 0")
     rate, storage = failures / (gpus * hours), 1e9 * storage_gb_per_s
     cluster = Cluster(params, bytes_per_param, gpus, hours, rate, storage, iteration_s, shards, shadow_share)
-    overlap = None if write_s is None else costreport.Overlap(in_flight, write_s, slowdown)
+    overlap = costreport.Overlap(in_flight, write_s or 0.0, slowdown)
+    overlap.interval(iteration_s)  # refuses what makes no sense, shown or not
+    shown = None if write_s is None else overlap
     outcomes = costreport.published()
     if plot:
         costreport.draw(plot, cluster)
     if as_json:
-        print_json(costreport.as_dict(cluster, overlap, outcomes))
+        print_json(costreport.as_dict(cluster, shown, outcomes))
     else:
-        Console().print(costreport.figures_table(cluster, overlap), costreport.outcomes_table(outcomes), sep="\n\n")
+        Console().print(
+            costreport.figures_table(cluster, shown),
+            costreport.outcomes_table(outcomes),
+            sep="\n\n",
+        )
 
 
 def fail(error: CheckmateError) -> int:

@@ -43,6 +43,8 @@ class Cluster:
                 raise CheckmateError(f"{name} is {value:g}: it must be a number greater than 0")
         if self.shadow_share >= 1:
             raise CheckmateError(f"shadow_share is {self.shadow_share:g}: it is a fraction, 0 to less than 1")
+        if not all(map(math.isfinite, (self.gpu_hours, self.checkpoint_bytes, self.stall_s, self.mtbf_s))):
+            raise CheckmateError(f"{self}: no cluster is that large; the numbers overflow")
 
     @property
     def gpu_hours(self) -> float:

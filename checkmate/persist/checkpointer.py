@@ -356,11 +356,18 @@ class Checkpointer:
 
     def _require_nothing_lost(self, engine: Engine | None, held: Sequence[Checkpoint]) -> None:
         """Training must not begin anew, and overwrite it all, because nothing can be read just now."""
-        if engine and (held or engine.about().committed) and not self._coordinator:
+        lost = engine is not None and (any(c.published for c in held) or bool(engine.about().committed))
+        if lost and not self._coordinator:
             raise PersistError(
                 Code.DAMAGED,
                 f"{self.path} had checkpoints, but none can be read (see the log, or 'checkmate persist verify'); "
                 f"remove the file to begin anew",
+            )
+        if self._coordinator and not self._coordinator.all_well(not lost):
+            raise PersistError(
+                Code.DAMAGED,
+                f"{self.path}: the ranks had checkpoints, but there is none that all of them can read (see their "
+                f"logs, or 'checkmate persist verify'); remove the files of all ranks to begin anew",
             )
 
     def _load_agreed(

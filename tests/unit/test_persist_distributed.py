@@ -18,7 +18,7 @@ from torch.distributed import HashStore, TCPStore
 
 from checkmate.persist.checkpointer import Checkpointer
 from checkmate.persist.coordinator import AgreementError, Coordinator, StoreError
-from checkmate.persist.engine import Options
+from checkmate.persist.engine import Options, PersistError
 
 WORLD = 3
 PATIENCE_S = 60.0
@@ -153,6 +153,31 @@ def test_a_step_that_not_all_hold_is_not_restored(tmp_path: Path) -> None:
     again = Job(tmp_path)
     assert again.load() == [1] * WORLD
     again.close()
+
+
+@pytest.mark.parametrize("what", ["damaged", "missing"])
+def test_a_rank_that_lost_its_file_keeps_all_from_beginning_anew(tmp_path: Path, what: str) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    job.close()
+    file = tmp_path / "c.1-of-3"
+    if what == "missing":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:  # all but the superblock and the commit records
+            size = file.stat().st_size
+            opened.seek(1 << 16)
+            opened.write(b"\xff" * (size - (1 << 16)))
+    job = Job(tmp_path)
+
+    def load(rank: int) -> str:
+        with pytest.raises(PersistError, match="there is none that all of them can read") as raised:
+            job.ranks[rank].load()
+        return str(raised.value)
+
+    texts = [str(text) for text in together(load)]
+    assert all(f"c.{rank}-of-3: " in text for rank, text in enumerate(texts))
+    job.close()
 
 
 def test_prepared_on_all_ranks_is_held_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
