@@ -25,14 +25,16 @@ Case = list[Any]
 
 def here() -> str:
     """What decides the bits, for people."""
-    return f"torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}"
+    flushed = ", denormals flushed" if not (torch.tensor(2.0**-126) / 2).item() else ""
+    default = "" if torch.get_default_dtype() is torch.float32 else f", {torch.get_default_dtype()} by default"
+    return f"torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}{flushed}{default}"
 
 
 def numbers(step: int, dtype: torch.dtype) -> Tensor:
-    """Weights (step 0) or the gradients of a step, of many sizes and the same everywhere: made of whole numbers."""
+    """Weights (step 0) or the gradients of a step, of many sizes, also denormal; the same everywhere: of whole numbers."""
     index = torch.arange(1, _ELEMENTS + 1, dtype=torch.int64) + step * _ELEMENTS
     mixed = (index * 2654435761 >> 3) % (1 << 24) - (1 << 23)  # Knuth's multiplicative hash
-    return torch.ldexp(mixed.double(), -(23 + index % 12)).to(dtype)
+    return torch.ldexp(mixed.double(), -(23 + index % 12 * 12)).to(dtype)
 
 
 def digest(tensors: Iterable[Tensor], before: int) -> int:

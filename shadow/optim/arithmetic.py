@@ -27,8 +27,8 @@ def problem(theirs: dict[str, Any] | None) -> str | None:
         return f"malformed hello: arithmetic is {theirs!r:.200} ({error!r:.200})"
     return (
         f"its optimizer's steps have other bits here: the trainer computes them by {whose}, this shadow by "
-        f"{arithmetic.here()}; install the same torch on both, and where one processor lacks instructions, set "
-        "ATEN_CPU_CAPABILITY (avx512, avx2, default) to what both have"
+        f"{arithmetic.here()}; install the same torch on both; where one processor lacks instructions, set "
+        "ATEN_CPU_CAPABILITY (avx512, avx2, default) to what both have; leave torch's denormals and default dtype alone"
     )
 
 

@@ -33,8 +33,9 @@ OPTIMIZERS: dict[str, Any] = {
 MEASURE = """
 import json, torch
 from checkmate.train.arithmetic import measure
-weight = torch.nn.Parameter(torch.zeros(3))
-print(json.dumps(measure(torch.optim.AdamW([weight], fused=True))))
+{setting}
+weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32))
+print(json.dumps(measure(torch.optim.AdamW([weight]))))
 """
 
 
@@ -64,14 +65,24 @@ def test_a_schedule_that_begins_at_0_hides_nothing() -> None:
     assert first == second
 
 
+OTHERS = {
+    "with DEFAULT": ("default", ""),
+    ", denormals flushed": ("", "torch.set_flush_denormal(True)"),
+    ", torch.float64 by default": ("", "torch.set_default_dtype(torch.float64)"),
+}
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has no AVX2")
-def test_a_processor_with_other_instructions_is_refused() -> None:
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    said = subprocess.run([sys.executable, "-c", MEASURE], env=environment, check=True, capture_output=True, text=True)
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_trainer_that_calculates_otherwise_is_refused(what: str) -> None:
+    capability, setting = OTHERS[what]
+    environment = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
+    script = MEASURE.format(setting=setting)
+    said = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
     theirs = json.loads(said.stdout)
-    assert theirs["of"].endswith("with DEFAULT")
+    assert theirs["of"].endswith(what)
     reason = problem(theirs)
-    assert reason is not None and "computes them by torch" in reason and "set ATEN_CPU_CAPABILITY" in reason
+    assert reason is not None and f"the trainer computes them by {theirs['of']}, this shadow by torch" in reason
 
 
 @pytest.mark.parametrize(
