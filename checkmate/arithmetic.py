@@ -31,7 +31,7 @@ def here() -> str:
 
 
 def numbers(step: int, dtype: torch.dtype) -> Tensor:
-    """Weights (step 0) or gradients of a step: of many sizes, also denormal; of whole numbers, so the same everywhere."""
+    """Weights (step 0) or gradients of a step: of many sizes, also denormal; of whole numbers, the same anywhere."""
     index = torch.arange(1, _ELEMENTS + 1, dtype=torch.int64) + step * _ELEMENTS
     mixed = (index * 2654435761 >> 3) % (1 << 24) - (1 << 23)  # Knuth's multiplicative hash
     return torch.ldexp(mixed.double(), -(23 + index % 12 * 12)).to(dtype)
