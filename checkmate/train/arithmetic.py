@@ -39,7 +39,8 @@ def _steps(cls: type[Any], options: dict[str, Any], dtype: torch.dtype) -> list[
     named = inspect.signature(cls).parameters
     defaults = {name: value for name, value in options.items() if name in named}
     optimizer: torch.optim.Optimizer = cls([{**options, "params": [param]}], **defaults)
+    step_alone = cls.step.__wrapped__  # without the script's hooks into all optimizers' steps
     for step in range(1, arithmetic.STEPS + 1):
         param.grad = arithmetic.numbers(step, dtype)
-        optimizer.step()
+        step_alone(optimizer)
     return [param.detach(), *(value for value in optimizer.state[param].values() if isinstance(value, Tensor))]

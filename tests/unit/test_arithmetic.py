@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from checkmate.protocol import Hello
 from checkmate.shadow.optim.arithmetic import problem
@@ -58,6 +59,18 @@ def test_the_shadow_makes_the_trainers_steps(name: str) -> None:
 def test_every_option_shows() -> None:
     digests = [measure(make())["digest"] for make in OPTIMIZERS.values()]  # type: ignore[index]
     assert len(set(digests)) == len(OPTIMIZERS)
+
+
+def test_a_scripts_hooks_into_all_steps_do_not_see_it() -> None:
+    seen: list[Any] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *given: seen.append(given)),
+        register_optimizer_step_post_hook(lambda *given: seen.append(given)),
+    ]
+    measure(AdamW([nn.Parameter(torch.zeros(3))]))
+    for hook in hooks:
+        hook.remove()
+    assert not seen
 
 
 def test_a_schedule_that_begins_at_0_hides_nothing() -> None:
