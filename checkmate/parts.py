@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,39 +15,44 @@ from checkmate.status import export
 
 SAME_STEP_S = 30.0
 """How long shards' states of one step are tried for while training goes on."""
+PAUSE_S = (0.1, 3.2)
+"""First and longest pause between two attempts."""
 
 
 class DifferentSteps(CheckmateError):
-    """The shards are of different steps."""
+    """The shards are of different steps, or of different runs."""
 
 
 @contextmanager
 def exported(sockets: Sequence[Path], folder: Path) -> Iterator[dict[str, Any]]:
     """The state that these shadows hold, mapped from files in ``folder`` that last as long.
 
-    Raises CheckmateError when they are not all shards of one state, or of different steps for SAME_STEP_S.
+    All are asked at once, so that their states are of one step, most likely. Raises CheckmateError when they are not
+    all shards of one state, or of different steps for SAME_STEP_S.
     """
-    end = time.monotonic() + SAME_STEP_S
+    end, pause = time.monotonic() + SAME_STEP_S, PAUSE_S[0]
     while True:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".export") as made:
             files = [Path(made, str(number)) for number in range(len(sockets))]
-            for socket, file in zip(sockets, files, strict=True):
-                export(socket, file)
+            with ThreadPoolExecutor(len(sockets), "checkmate-export") as pool:
+                list(pool.map(export, sockets, files))
             parts = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files]
             try:
                 state = parts[0] if len(parts) == 1 else join(parts)
             except DifferentSteps:
-                if time.monotonic() > end:
+                if time.monotonic() + pause > end:
                     raise
-                continue
-            yield state
-            return
+            else:
+                yield state
+                return
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSE_S[1])
 
 
 def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """``{"model", "optimizer", "step"}`` of which these are all parts.
 
-    Raises CheckmateError when they are of different steps, or not all shards of one state.
+    Raises CheckmateError when they are of different steps or runs, or not all shards of one state.
     """
     shards = [part.get("shard") for part in parts]
     if None in shards:
@@ -55,6 +61,11 @@ def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(steps) > 1:
         raise DifferentSteps(
             f"the shadows' states are of the steps {steps}, because training goes on: try again at its end"
+        )
+    if len(histories := {shard["history"] for shard in shards if shard}) > 1:
+        raise DifferentSteps(
+            f"the shadows' states are of step {steps[0]}, but of different runs, which began in the incarnations "
+            f"{sorted(histories)}: name the shadows of one group, and try again when all follow the newest run"
         )
     order: list[list[str]] = shards[0]["order"]  # type: ignore[index]
     held = {name for shard in shards if shard for names in shard["params"] for name in names}

@@ -204,18 +204,23 @@ class Digests(Message):
 
 @dataclass(frozen=True)
 class SeedRequest(Message):
-    """The shadow asks rank 0 for a Seed at the next step boundary, and says why."""
+    """The shadow asks rank 0 for a Seed at the next step boundary, and says why.
+
+    ``at``: not before the boundary of this step, at which all groups of the job are asked for one.
+    """
 
     TYPE: ClassVar[str] = "seed_request"
     reason: str
+    at: int | None = None
 
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """Newest committed step of the shadow (None: none); sent when it changes."""
+    """Newest committed step of the shadow (None: none) and its history, see Begun; sent when it changes."""
 
     TYPE: ClassVar[str] = "ack"
     committed: int | None
+    history: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,12 +228,13 @@ class Ready(Message):
     """Steps that a shadow can be at without anything more, as [first, last], oldest first; ``number`` counts reports.
 
     A promise: it holds until the shadow is further, or until a Release with the number of a later report, without
-    them, arrives.
+    them, arrives. ``needs_seed``: it can't go further without one.
     """
 
     TYPE: ClassVar[str] = "ready"
     number: int
     spans: list[list[int]]
+    needs_seed: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,13 +242,14 @@ class Release(Message):
     """The newest step that all shadows of the job were ready for (None: none): each may commit it.
 
     ``number``: the newest report of this shadow that was heard before. ``waits_for``: addresses of the shadows that
-    hold up the others.
+    hold up the others. ``seed_at``: ask rank 0 for a seed of this step, as all others do of theirs.
     """
 
     TYPE: ClassVar[str] = "release"
     step: int | None
     number: int
     waits_for: list[str] = field(default_factory=list)
+    seed_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,8 @@ class Seed(Message):
     ``optimizer``: {"class": "AdamW", "groups": [hyperparameters with "params": [names in order]], "scalars": {name:
     {KEY: number}}}; the hyperparameters hold fused, foreach, capturable, … as torch names them; "scalars" holds
     optimizer state that is no tensor. Of a shard, "order" beside "params" names all of the job's in order.
-    ``history``: that of the run, see Begun.
+    ``history``: that of the run, see Begun. ``agreed``: history and step that the job could have gone on from, but it
+    began anew: what shadows hold else of earlier incarnations is of no use.
     """
 
     TYPE: ClassVar[str] = "seed"
@@ -262,6 +270,7 @@ class Seed(Message):
     optimizer: dict[str, Any]
     manifest: list[list[Any]]
     history: int = 0
+    agreed: list[int] | None = None
 
 
 @dataclass(frozen=True)

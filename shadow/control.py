@@ -174,7 +174,7 @@ class ControlServer:
         self._lock = threading.Lock()
         self._connections: dict[_Connection, threading.Thread] = {}
         self._strangers = Strangers(self._limits.strangers, _Connection.abort, log)
-        self._committed: int | None = None
+        self._ack: Ack | None = None
         self._ready: Ready | None = None
         self._incarnation = 0
         self._stopping = threading.Event()
@@ -215,22 +215,23 @@ class ControlServer:
 
     # Engine's listener: on its thread, never waits ---------------------------------------------------------------
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int | None, history: int) -> None:
         """Tell all ranks."""
-        self._committed = step
+        self._ack = Ack(step, history)
         for connection in self._of("records"):
-            connection.send_nowait(Ack(step))
+            connection.send_nowait(self._ack)
 
-    def ready(self, number: int, spans: list[list[int]]) -> None:
+    def ready(self, number: int, spans: list[list[int]], needs_seed: bool) -> None:
         """Tell the coordinator; one that can't be told asks again by connecting anew."""
-        self._ready = Ready(number, spans)
+        self._ready = Ready(number, spans, needs_seed)
         for connection in self._of("commit"):
             if not connection.send_nowait(self._ready):
                 connection.abort()
 
-    def ask_for_seed(self, reason: str) -> bool:
+    def ask_for_seed(self, reason: str, at: int | None) -> bool:
         """Ask rank 0; False when it isn't connected."""
-        asked = [c.send_nowait(SeedRequest(reason)) for c in self._of("records") if c.hello and c.hello.rank == 0]
+        request = SeedRequest(reason, at)
+        asked = [c.send_nowait(request) for c in self._of("records") if c.hello and c.hello.rank == 0]
         return any(asked)
 
     def incarnation(self, incarnation: int) -> None:
@@ -378,8 +379,8 @@ class ControlServer:
     # Purposes -----------------------------------------------------------------------------------------------------
 
     def _take_records(self, connection: _Connection, hello: Hello) -> None:
-        if self._committed is not None:
-            connection.send_nowait(Ack(self._committed))
+        if self._ack is not None:
+            connection.send_nowait(self._ack)
         if hello.rank == 0:
             self._service.rank0_connected()
         poll = select.poll()

@@ -31,7 +31,8 @@ class Line(Generic[S]):
     """A state and the complete steps that follow it.
 
     ``history``: the incarnation in which it began. ``boundaries``: of the state, by rank; ``whole``: all are there.
-    ``promised``: it was reported. ``withdrawn``: number of the first report without it.
+    ``promised``: it was reported. ``withdrawn``: number of the first report without it. ``shortened``: without its
+    steps.
     """
 
     state: S
@@ -41,6 +42,7 @@ class Line(Generic[S]):
     steps: deque[Ready] = field(default_factory=deque)
     promised: bool = False
     withdrawn: int | None = None
+    shortened: int | None = None
 
     @property
     def reach(self) -> int:
@@ -52,6 +54,13 @@ class Line(Generic[S]):
         """First and last step that the shadow could be at; None: not any yet."""
         first = self.state.step + (not self.whole)
         return [first, self.reach] if first <= self.reach else None
+
+    @property
+    def offer(self) -> list[int] | None:
+        """What of its span is still promised."""
+        if self.withdrawn is not None or (self.shortened is not None and not self.whole):
+            return None
+        return self.span if self.shortened is None else [self.state.step, self.state.step]
 
     def leads_to(self, step: int) -> bool:
         """The shadow could be at this step."""
@@ -74,7 +83,7 @@ class Course(Generic[S]):
         self.number = 0
         self._free = free
         self._released: int | None = None
-        self._reported: list[list[int]] = []
+        self._reported: tuple[list[int], bool] = ([], False)
 
     @property
     def lines(self) -> list[Line[S]]:
@@ -103,10 +112,10 @@ class Course(Generic[S]):
         lines = [*self.held, *self.lines]
         kept = [line for line in lines if (line.span if shared else line.state is committed)]
         for line in lines:
-            line.withdrawn = None
+            line.withdrawn = line.shortened = None
             if line not in kept:
                 self._drop(line)
-        self.shared, self.ahead, self._released, self._reported = shared, [], None, []
+        self.shared, self.ahead, self._released, self._reported = shared, [], None, ([], False)
         self.main = kept[0] if kept and not shared else None
         self.held = kept if shared else []
         if self.main is not None:
@@ -116,6 +125,13 @@ class Course(Generic[S]):
     def hold(self) -> None:
         """What there is must not be gone on from: the incarnation began without this shadow."""
         self.held, self.main, self.ahead = [*self.held, *self.lines], None, []
+
+    def keep(self, history: int, step: int) -> None:
+        """All shadows opened this incarnation, and this is the newest that all could be at: what doesn't lead there is
+        dropped."""
+        useless = [line for line in self.held if line.history != history or not line.leads_to(step)]
+        self.held = [line for line in self.held if line not in useless]
+        self._drop(*useless)
 
     def settle(self, history: int, step: int) -> Line[S] | None:
         """The incarnation goes on from this step: the line that leads to it, None: none does. All else is dropped."""
@@ -148,6 +164,16 @@ class Course(Generic[S]):
             if line.withdrawn is not None and line.withdrawn <= number and not self._is_due(line):
                 self.ahead.remove(line)
                 self._drop(line)
+        for line in self.lines:
+            if line.shortened is not None and line.shortened <= number:
+                line.shortened = None
+                self._cut(line, max(line.state.step, self._released or 0) if self._is_due(line) else line.state.step)
+
+    def shorten(self) -> None:
+        """A seed is due that this shadow needs: make room for the gradients after it once the coordinator has heard."""
+        for line in self.lines:
+            if line.steps and line.shortened is None:
+                line.shortened = self.number + 1
 
     def goal(self) -> tuple[Line[S], int] | None:
         """The line and the step that the shadow must be at now; None: it stays where it is."""
@@ -160,7 +186,7 @@ class Course(Generic[S]):
         """This line is the committed one now; what came before it is dropped."""
         later = self.ahead[self.ahead.index(line) + 1 :] if line in self.ahead else []
         self._drop(*(other for other in (*self.held, *self.lines) if other is not line and other not in later))
-        line.withdrawn = None
+        line.withdrawn = line.shortened = None
         self.main, self.ahead, self.held = line, later, []
 
     def lose(self, line: Line[S]) -> None:
@@ -171,15 +197,16 @@ class Course(Generic[S]):
             self.ahead.remove(line)
         self._drop(line)
 
-    def report(self) -> list[list[int]] | None:
-        """New spans to report under ``number``; None: those that were reported still hold."""
+    def report(self, needs_seed: bool) -> list[list[int]] | None:
+        """New spans to report under ``number``; None: what was reported still holds."""
         if not self.shared:
             return None
-        lines = [line for line in self.lines if line.span and line.withdrawn is None]
-        spans = [line.span for line in lines if line.span]
-        if [last for _, last in spans] == [last for _, last in self._reported]:
+        lines = [line for line in self.lines if line.offer]
+        spans = [line.offer for line in lines if line.offer]
+        report = [last for _, last in spans], needs_seed
+        if report == self._reported:
             return None
-        self._reported = spans
+        self._reported = report
         self.number += 1
         for line in lines:
             line.promised = True

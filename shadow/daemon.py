@@ -228,7 +228,7 @@ def _checkpoint(committed: Committed) -> dict[str, Any]:
         if name in state["model"]:
             state["model"][name].copy_(plain.decode(stored))
     shard = committed.replica.shard
-    return state if shard is None else {**state, "shard": shard}
+    return state if shard is None else {**state, "shard": {**shard, "history": committed.history}}
 
 
 @contextlib.contextmanager

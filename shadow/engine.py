@@ -85,14 +85,14 @@ class EventSource(Protocol):
 class Listener(Protocol):
     """Who hears of changes; called on the engine's thread, must not block."""
 
-    def committed(self, step: int) -> None:
-        """A newer step is committed."""
+    def committed(self, step: int | None, history: int) -> None:
+        """Another step is committed, of this history; None: none any more."""
 
-    def ready(self, number: int, spans: list[list[int]]) -> None:
+    def ready(self, number: int, spans: list[list[int]], needs_seed: bool) -> None:
         """Steps that this shadow of several can be at, the ``number``-th report."""
 
-    def ask_for_seed(self, reason: str) -> bool:
-        """Ask rank 0 for a seed; False when it can't be reached now."""
+    def ask_for_seed(self, reason: str, at: int | None) -> bool:
+        """Ask rank 0 for a seed, ``at`` this step or at once; False when it can't be reached now."""
 
     def incarnation(self, incarnation: int) -> None:
         """A new incarnation is open; older ones are stale."""
@@ -163,10 +163,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Committed:
-    """A whole state: ``replica.step`` and the boundaries of that step by rank."""
+    """A whole state: ``replica.step``, the boundaries of that step by rank, and its history."""
 
     replica: Replica
     boundaries: dict[int, dict[str, Any]]
+    history: int
 
 
 @dataclass
@@ -212,6 +213,8 @@ class Engine:
         self._answers: list[Callable[[], None]] = []
         self._fences: deque[_Fence] = deque()
         self._refused: str | None = None
+        self._full: str | None = None
+        self._ordered: int | None = None
         self._asked = 0.0
         self._ask_pause = 0.0
         self._ask_from = 0.0
@@ -221,7 +224,9 @@ class Engine:
         self._commit_count = 0
         self._state_bytes = 0
         self._grows = False
-        self._seeds = {"adopted": 0, "verified": 0, "mismatches": 0, "ignored": 0, "refused": 0, "requested": 0}
+        self._seeds = dict.fromkeys(
+            ("adopted", "verified", "mismatches", "ignored", "refused", "no_room", "requested"), 0
+        )
         self.snapshot = Snapshot()
 
     def start(self, listener: Listener) -> None:
@@ -377,7 +382,8 @@ class Engine:
             self._staging.add_gradient(Gradient(event.iteration, event.bucket, dtype, event.nbytes, event))
         else:
             bucket = "" if event.bucket is None else f"bucket {event.bucket}: "
-            log.warning("damage in iteration %s: %s%s (%s)", event.iteration, bucket, event.reason, event.where)
+            level = logging.WARNING if self._staging.damage is None else logging.DEBUG  # a seed is needed as it is
+            log.log(level, "damage in iteration %s: %s%s (%s)", event.iteration, bucket, event.reason, event.where)
             if not self._staging.needs(event.bucket):
                 return
             self._staging.add_damage(event.iteration, f"{bucket}{event.reason} ({event.where})")
@@ -414,14 +420,20 @@ class Engine:
     def _release(self, incarnation: int, message: Release) -> None:
         if incarnation == self._incarnation:
             self._course.release(message.step, message.number)
+            self._staging.queued = self._course.queued
             self._waits_for = tuple(message.waits_for)
+            if message.seed_at is not None and message.seed_at != self._ordered:
+                self._ordered = message.seed_at
+                if self._needs_seed:
+                    self._course.shorten()
+                self._ask(message.seed_at)
 
     def _settle(self, incarnation: int, history: int, step: int) -> None:
         if incarnation != self._incarnation:
             raise CheckmateError(f"incarnation {self._incarnation} was opened")
         line = self._course.main
         if line is None and (line := self._course.settle(history, step)) is not None:
-            self._commit(Committed(line.state, line.boundaries))
+            self._commit(Committed(line.state, line.boundaries, line.history))
             self._make(line, step)
             self._staging.begin(self._staging.world, line.state.step, line.boundaries)
         if line is None or line is not self._course.main or (line.history, line.state.step) != (history, step):
@@ -441,7 +453,7 @@ class Engine:
         is_held = self._course.shared and main is None  # and stays so until the seed is released
         verdict = self._staging.judge_seed(seed.step, None if is_held else self._committed_step)
         if verdict == "verify":
-            verdict = "ignore" if last is None or last.steps else self._verify(last.state, seed, tensors)
+            verdict = self._verify(last, seed, tensors) if last is not None else "ignore"
         if verdict == "ignore":
             self._seeds["ignored"] += 1
             log.info("ignored a seed of step %d: the state here is of step %s", seed.step, self._staging.step)
@@ -449,8 +461,12 @@ class Engine:
             self._adopt(seed, tensors)
         return self._committed_step
 
-    def _verify(self, held: Replica, seed: Seed, tensors: Sequence[Tensor]) -> str:
-        differences = held.differences(seed, tensors)
+    def _verify(self, held: Line[Replica], seed: Seed, tensors: Sequence[Tensor]) -> str:
+        if held.reach != seed.step:  # its steps were given up
+            return "adopt"
+        if held.steps:
+            return "ignore"
+        differences = held.state.differences(seed, tensors)
         if not differences:
             self._seeds["verified"] += 1
             return "verified"
@@ -469,14 +485,18 @@ class Engine:
             log.error("refused the seed of step %d: %s", seed.step, error)
             raise
         main = self._course.main
+        if seed.agreed is not None:
+            self._course.keep(*seed.agreed)
         replaces = main is not None and main is self._course.last and main.state.step == seed.step
         if not self._course.add(line):
-            raise CheckmateError(
-                f"no room for a seed of step {seed.step}: the shadow keeps states that can still be restored; if this "
-                "lasts, restart the job's shadows to begin anew"
+            self._seeds["no_room"] += 1
+            self._full = (
+                f"no room for a seed of step {seed.step}: the shadow keeps states that can still be restored, of "
+                f"{self._course.spans()}; if this lasts, restart the job's shadows to begin anew"
             )
+            raise CheckmateError(self._full)
         self._seeds["adopted"] += 1
-        self._refused = None
+        self._refused = self._full = None
         self._grows = True
         self._staging.adopt(seed.step)
         line.boundaries, line.whole = self._staging.boundaries, self._staging.committed
@@ -531,7 +551,7 @@ class Engine:
         self._course.move(line)
         self._staging.queued = self._course.queued
         if line.whole:
-            self._commit(Committed(line.state, line.boundaries))
+            self._commit(Committed(line.state, line.boundaries, line.history))
 
     def _make(self, line: Line[Replica], step: int) -> None:
         """Make the steps of the main line up to this one, which all are there."""
@@ -546,7 +566,7 @@ class Engine:
             with self._gate.writing(), self._withdrawing(replica):
                 replica.apply(ready.record, ready.layout, buckets)
                 self._verifier.compare(replica, ready.layout)
-                self._committed = Committed(replica, ready.boundaries)
+                self._committed = Committed(replica, ready.boundaries, line.history)
         except Mismatch as error:
             log.error("%s: taking the trainer's state", error)
             self._lose(line, str(error))
@@ -575,7 +595,7 @@ class Engine:
             self._grows = not gradients
         self._commit_count += 1
         self._commits.append(_describe(committed.replica.step, gradients, started))
-        self._listener.committed(committed.replica.step)
+        self._listener.committed(committed.replica.step, committed.history)
 
     @contextlib.contextmanager
     def _withdrawing(self, replica: Replica) -> Iterator[None]:
@@ -589,6 +609,7 @@ class Engine:
     def _withdraw(self, replica: Replica) -> None:
         if self._committed is not None and self._committed.replica is replica:
             self._committed = None
+            self._listener.committed(None, 0)
 
     def _lose(self, line: Line[Replica] | None, reason: str) -> None:
         """The line's state may be half stepped, or is wrong: it must never be served. None: the last one's."""
@@ -603,8 +624,9 @@ class Engine:
 
     def _report(self) -> None:
         """Tell the coordinator what has become possible."""
-        if (spans := self._course.report()) is not None:
-            self._listener.ready(self._course.number, spans)
+        needs_seed = self._needs_seed
+        if (spans := self._course.report(needs_seed)) is not None:
+            self._listener.ready(self._course.number, spans, needs_seed)
 
     def _tend_fence(self) -> None:
         if not self._fences:
@@ -628,28 +650,39 @@ class Engine:
         self._staging.begin(world, start.state.step if start else None, start.boundaries if start else {})
         self._staging.queued = self._course.queued
         self._verifier.begin()
-        self._refused = None
+        self._refused = self._full = self._ordered = None
         self._ask_pause = self._asked = self._ask_from = 0.0
         self._discarded = 0
         self._listener.incarnation(incarnation)
         log.info("incarnation %d of %d ranks, from %s", incarnation, world, self._course.spans() or "no state")
 
-    def _tend_seed(self) -> None:
-        """Ask for a seed when one is needed: at once, then ever more rarely while seeds don't help."""
-        staging, now = self._staging, time.monotonic()
+    @property
+    def _needs_seed(self) -> bool:
+        staging = self._staging
         if not self._incarnation or self._refused or (staging.step is not None and staging.damage is None):
+            return False
+        if staging.seed_is_coming or self._waits_for_restore:
+            return False
+        return staging.step is not None or bool(staging.damage) or time.monotonic() >= self._ask_from
+
+    def _tend_seed(self) -> None:
+        """Ask for a seed when one is needed: at once, then ever more rarely while seeds don't help.
+
+        Of several shadows the coordinator hears that one is needed, and lets all ask for one of the same step.
+        """
+        now = time.monotonic()
+        if self._course.shared or not self._needs_seed or (self._asked and now - self._asked < self._ask_pause):
             return
-        if staging.seed_is_coming or (staging.step is None and not staging.damage and now < self._ask_from):
-            return
-        if self._waits_for_restore:
-            return
-        if self._asked and now - self._asked < self._ask_pause:
-            return
-        if self._listener.ask_for_seed(staging.damage or "the shadow has no state"):
-            self._seeds["requested"] += 1
+        if self._ask(None):
             self._asked = now
             first, longest = self._tuning.ask_s
             self._ask_pause = min(max(first, 2 * self._ask_pause), longest)
+
+    def _ask(self, at: int | None) -> bool:
+        reason = self._staging.damage or ("the shadow has no state" if self._needs_seed else "another shadow needs one")
+        asked = self._listener.ask_for_seed(reason, at)
+        self._seeds["requested"] += asked
+        return asked
 
     @property
     def _waits_for_restore(self) -> bool:
@@ -671,6 +704,8 @@ class Engine:
         state, reason = "following", None
         if self._refused is not None:
             state, reason = "refused", self._refused
+        elif self._full is not None:
+            state, reason = "no room", self._full
         elif staging.damage is not None:
             state, reason = "damaged", staging.damage
         elif self._waits_for_restore:

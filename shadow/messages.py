@@ -48,11 +48,13 @@ def check(message: Message) -> None:
             _expect(message, "step", _is_count(message.step))
             _expect(message, "optimizer", _is_optimizer(message.optimizer))
             _expect(message, "history", _is_count(message.history))
+            _expect(message, "agreed", message.agreed is None or _is_position(message.agreed))
             manifest_bytes(message.manifest)
         case Release():
             _expect(message, "step", message.step is None or _is_count(message.step))
             _expect(message, "number", _is_count(message.number))
             _expect(message, "waits_for", _all(message.waits_for, _is_text))
+            _expect(message, "seed_at", message.seed_at is None or _is_count(message.seed_at))
         case Restore():
             _expect(message, "step", message.step is None or _is_count(message.step))
             _expect(message, "history", _is_count(message.history))
@@ -65,6 +67,10 @@ def _expect(message: Message, name: str, is_right: bool) -> None:
 
 def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < 1 << 63
+
+
+def _is_position(value: Any) -> bool:
+    return _all(value, _is_count) and len(value) == 2
 
 
 def _all(values: Any, is_right: Any) -> bool:

@@ -96,8 +96,7 @@ class AutoAttach:
         TRACKER.before_iterate = None
         if any(module in ATTACHED for module in modules):
             return  # the script did it
-        first = modules[0]
-        problem = _own_loop(first.module if isinstance(first, DistributedDataParallel) else first)
+        problem = _own_loop(modules[0])
         if len(modules) > 1:
             problem = (
                 f"the script has {len(modules)} modules of DistributedDataParallel or fully_shard side by side: one "
@@ -162,7 +161,8 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 def _own_loop(module: nn.Module) -> str | None:
     """What a framework needs whose own loop goes wrong when a restart repeats it from the top; None: nothing."""
-    bases = [base.__module__ for base in type(module).__mro__]
+    bare = module.module if isinstance(module, DistributedDataParallel) else module
+    bases = [base.__module__ for base in type(bare).__mro__]
     if any(base.startswith(("lightning.pytorch.", "pytorch_lightning.")) for base in bases):
         return "Lightning counts steps itself: give its Trainer checkmate.train.lightning.CheckmateCallback()"
     transformers = sys.modules.get("transformers.trainer")

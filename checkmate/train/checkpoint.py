@@ -47,6 +47,8 @@ SEED_S = 30.0
 """How long the first step waits until the shadow holds the initial state."""
 CLOSE_S = 5.0
 """How long close waits until the shadow has committed the last step."""
+LAST_S = 30.0
+"""As long where a job has several groups, of which one may end later than another."""
 
 
 class Checkpoint:
@@ -84,6 +86,10 @@ class Checkpoint:
         self._ready_order: list[int] | None = None
         self._incarnation = 0
         self._history: int | None = None
+        self._declined: Position | None = None
+        self._boundary_at = time.monotonic()
+        self._step_s = 1.0
+        self._adopting = threading.Lock()
         self._seeder = Seeder(fleet, ddp.module, optimizer, masters)
         self._links = self._make_links()
         self._coordinator: Coordinator | None = None
@@ -106,12 +112,17 @@ class Checkpoint:
 
     @property
     def committed(self) -> int | None:
-        """Newest step that the shadows hold completely, as far as this rank was told; None: none.
+        """Newest step of this run that the shadows hold completely, as far as this rank was told; None: none.
 
         Backward passes whose gradients were reduced again before a step are not counted.
         """
-        held = self._links.committed
+        held = self._links.committed(self._lineage)
         return None if held is None else max(0, held - self._superseded)
+
+    @property
+    def _lineage(self) -> int:
+        """The history that this run is of: it began in the incarnation of this number."""
+        return self._incarnation if self._history is None else self._history
 
     @property
     def dropped(self) -> int:
@@ -177,7 +188,8 @@ class Checkpoint:
         if finished:
             self._guard(lambda: self._send_boundary(at_forward=False))
             self._await_commit()
-        self._closed = True
+        with self._adopting:
+            self._closed = True
         self._hook.close()
         self._plugin.set_incarnation(0)
         for undo in self._undo:
@@ -220,15 +232,10 @@ class Checkpoint:
         found = self._peers.find(begun is not None)
         if found == self._peers.leaders:
             self._adopt(incarnation, None)
-        elif len(self._peers.leaders) == 1:
-            self._admission = self._search()
+            if not self._links.wait(lambda: self._links.settled, BEGIN_S):
+                log.warning("rank %d has no records connection to a shadow yet", self._peers.number)
         else:
-            log.warning(
-                "rank %d: shadows of other groups than those of rank(s) %s can't be reached; this run goes on without "
-                "checkpoints",
-                self._peers.number,
-                found,
-            )
+            self._admission = self._search()
         return held
 
     def _agree(self, spans: Sequence[Span]) -> Position | None:
@@ -270,22 +277,23 @@ class Checkpoint:
 
     def _adopt(self, incarnation: int, held: int | None) -> None:
         """From now on this rank belongs to the incarnation; ``held``: what the shadow holds of an earlier run."""
-        if held is not None and held > self._step:
-            self._seeder.floor = held
-        self._incarnation = incarnation
-        self._plugin.set_incarnation(incarnation)
-        self._links.open(incarnation)
-        if self._peers.number == 0 and len(self._everybody) > 1:
-            self._coordinator = Coordinator(self._everybody, incarnation)
-        if not self._links.wait(lambda: self._links.settled, BEGIN_S):
-            log.warning("rank %d has no records connection to a shadow yet", self._peers.number)
+        with self._adopting:
+            if self._closed:  # meanwhile, by another thread: nobody would end what is opened now
+                return
+            if held is not None and held > self._step:
+                self._seeder.floor = held
+            self._incarnation = incarnation
+            self._plugin.set_incarnation(incarnation)
+            self._links.open(incarnation)
+            if self._peers.number == 0 and len(self._everybody) > 1:
+                self._coordinator = Coordinator(self._everybody, incarnation, lambda: (self._step, self._step_s))
 
     def _search(self) -> Admission:
         """Look for the shadows in the background."""
         store: Any = dist.distributed_c10d._get_default_store()
         begin = functools.partial(self._fleet.begin, BEGIN_S) if self._peers.rank == 0 else None
-        of_group = PrefixStore(f"checkmate/{self._peers.attempt}/{self._peers.members[0]}", store.clone())
-        return Admission(of_group, self._peers.world, begin, self._adopt, self._seeder.request)
+        of_job = PrefixStore(f"checkmate/{self._peers.attempt}", store.clone())
+        return Admission(of_job, self._peers, begin, self._adopt, self._seeder.request)
 
     def _greeting(self, shard: Shard) -> Sequence[Message]:
         layout = shard.part(self._layout) if self._layout is not None else None
@@ -295,7 +303,7 @@ class Checkpoint:
         """The shadow has no state: give it the initial one, before gradients flow."""
         self._watch.seal()
         if self._peers.rank == 0 and self._incarnation:
-            self._seeder.take(self._step, self._incarnation, self._history or self._incarnation)
+            self._seeder.take(self._step, self._incarnation, self._lineage, self._declined)
             if not self._seeder.wait(SEED_S):
                 log.warning("the shadow did not acknowledge the initial state within %g s; training goes on", SEED_S)
 
@@ -338,7 +346,7 @@ class Checkpoint:
         self._hook.before_forward()
         if not self._started:
             log.warning("resume() was not called: training starts anew, whatever the shadow holds")
-            self._started, self._held = True, None
+            self._started, self._declined, self._held = True, self._held, None
         if not self._training:
             self._training = True
             if self._held is None:
@@ -489,8 +497,13 @@ class Checkpoint:
         state |= {"ready_order": self._hook.order, "superseded": self._superseded}
         self._newest_state = state
         self._links.send(Boundary(self._step, state, self._outside_change()))
+        now = time.monotonic()
+        self._boundary_at, self._step_s = now, now - self._boundary_at
+        self._seed_if_wanted(is_last=not at_forward)
+
+    def _seed_if_wanted(self, is_last: bool) -> None:
         if self._peers.rank == 0 and self._incarnation and self._links.complete:
-            self._seeder.take_if_wanted(self._step, self._incarnation, self._history or self._incarnation)
+            self._seeder.take_if_wanted(self._step, self._incarnation, self._lineage, is_last)
 
     def _outside_change(self) -> str | None:
         """What was changed since the step; a seed tells the shadow, at once if that is not what every step needs."""
@@ -545,16 +558,24 @@ class Checkpoint:
         self.close(finished=uncaught is None)
 
     def _await_commit(self) -> None:
-        def is_settled() -> bool:
-            return not self._links.complete or self._links.committed == self._step
+        """A seed that is asked for meanwhile is of the last step, too."""
 
-        if self._training and self._followed and not self._links.wait(is_settled, CLOSE_S):
-            log.warning(
-                "rank %d: the shadow committed step %s, the last step is %d",
-                self._peers.number,
-                self._links.committed,
-                self._step,
-            )
+        def is_settled() -> bool:
+            return not self._links.complete or self._links.committed(self._lineage) == self._step
+
+        if not (self._training and self._followed):
+            return
+        end = time.monotonic() + (CLOSE_S if len(self._peers.leaders) == 1 else LAST_S)
+        while self._links.wait(lambda: is_settled() or self._seeder.is_due, end - time.monotonic()):
+            if is_settled():
+                return
+            self._guard(lambda: self._seed_if_wanted(is_last=True))
+        log.warning(
+            "rank %d: the shadow committed step %s, the last step is %d",
+            self._peers.number,
+            self._links.committed(self._lineage),
+            self._step,
+        )
 
 
 class ForwardHook:

@@ -7,11 +7,12 @@ what a shadow promised when the connection ends, so that a shadow that is gone h
 
 import contextlib
 import logging
+import math
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,10 +24,17 @@ log = logging.getLogger("checkmate")
 
 MESSAGE_BYTES = 1 << 16
 """Largest message that a shadow sends on this connection."""
-BACK_OFF_S = (0.1, 2.0)
+BACK_OFF_S = (0.1, 1.0)
 """First and longest pause between two attempts to connect."""
 LAG = 2
 """Steps that a shadow is behind when it is said to be waited for."""
+LEAD_S = 0.5
+"""From an order of seeds to the step that they are to be of: all groups must have heard by then. Doubled each time."""
+ORDER_S = (5.0, 60.0)
+"""First and longest pause between two orders, while seeds don't help."""
+
+Pace = Callable[[], tuple[int, float]]
+"""The step that training is at, and the seconds that one takes."""
 
 
 class Connector(Protocol):
@@ -46,23 +54,62 @@ class Heard:
 
     spans: list[list[int]] | None = None
     number: int = 0
+    needs_seed: bool = False
     told: Release | None = None
 
 
-def decide(heard: dict[str, Heard]) -> dict[str, Release]:
-    """The answers that are due, by address: pure."""
-    known = [one.spans for one in heard.values() if one.spans]
-    position = (
-        newest_position([[(0, *span) for span in spans] for spans in known]) if len(known) == len(heard) else None
-    )
-    newest = max((spans[-1][1] for spans in known), default=0)
+def agreed(heard: dict[str, Heard], released: int | None) -> int | None:
+    """The newest step that all can be at, or are: what was ``released`` stays so, whoever has not heard of it yet."""
+    known = [[(0, *span) for span in one.spans] for one in heard.values() if one.spans]
+    position = newest_position(known) if len(known) == len(heard) else None
+    return max((step for step in (position and position[1], released) if step is not None), default=None)
+
+
+def decide(heard: dict[str, Heard], step: int | None, seed_at: int | None = None) -> dict[str, Release]:
+    """The answers that are due, by address: pure. ``step``: is released; ``seed_at``: all are to be seeded there."""
+    newest = max((one.spans[-1][1] for one in heard.values() if one.spans), default=0)
     waits_for = [address for address, one in heard.items() if not one.spans or one.spans[-1][1] <= newest - LAG]
     due = {}
     for address, one in heard.items():
-        answer = Release(position[1] if position else None, one.number, waits_for)
+        answer = Release(step, one.number, waits_for, seed_at)
         if one.spans is not None and answer != one.told:
             due[address] = answer
     return due
+
+
+class Orders:
+    """When all shadows are to be seeded, and of which step: groups are at the same one only if all know it before.
+
+    A seed that comes too late for the gradients after it helps for one step; then more time is left between two.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.at: int | None = None
+        self._newest = -1
+        self._pace = pace
+        self._lead, self._pause = LEAD_S, ORDER_S[0]
+        self._not_before = 0.0
+
+    def update(self, heard: dict[str, Heard], released: int | None, now: float) -> None:
+        """Order when one is due: one shadow needs a seed, and all are there to take one."""
+        step, seconds = self._pace()
+        if released is not None and released > self._newest:
+            self._lead, self._pause = LEAD_S, ORDER_S[0]
+        if step > self._newest:
+            self.at = None
+        if now < self._not_before or not self.are_due(heard):
+            return
+        self.at = self._newest = step + 1 + math.ceil(self._lead / max(seconds, 1e-3))
+        self._not_before = now + self._lead + self._pause
+        self._lead, self._pause = min(2 * self._lead, ORDER_S[0]), min(2 * self._pause, ORDER_S[1])
+
+    def are_due(self, heard: dict[str, Heard]) -> bool:
+        """Some shadow needs a seed, and all can be asked."""
+        return any(one.needs_seed for one in heard.values()) and all(one.spans is not None for one in heard.values())
+
+    def wait_s(self, heard: dict[str, Heard], now: float) -> float | None:
+        """Until the next order; None: none is due."""
+        return max(0.0, self._not_before - now) if self.are_due(heard) else None
 
 
 @dataclass
@@ -78,8 +125,10 @@ class _Shadow:
 class Coordinator:
     """Runs from the start until ``close``."""
 
-    def __init__(self, connectors: Sequence[Connector], incarnation: int) -> None:
+    def __init__(self, connectors: Sequence[Connector], incarnation: int, pace: Pace) -> None:
+        self.released: int | None = None
         self._incarnation = incarnation
+        self._orders = Orders(pace)
         self._shadows = {connector.address: _Shadow(connector) for connector in connectors}
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -115,7 +164,7 @@ class Coordinator:
             if shadow.sock is None and time.monotonic() >= shadow.not_before and not self._stop.is_set():
                 self._connect(shadow)
         self._answer()
-        for key, _ in self._selector.select(self._until_next_attempt()):
+        for key, _ in self._selector.select(self._until_next_due()):
             if isinstance(key.data, _Shadow):
                 self._read(key.data)
 
@@ -125,9 +174,15 @@ class Coordinator:
             self._drop(shadow)
         self._stop.wait(BACK_OFF_S[0])
 
-    def _until_next_attempt(self) -> float | None:
-        due = [shadow.not_before for shadow in self._shadows.values() if shadow.sock is None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+    @property
+    def _heard(self) -> dict[str, Heard]:
+        return {address: shadow.heard for address, shadow in self._shadows.items()}
+
+    def _until_next_due(self) -> float | None:
+        now = time.monotonic()
+        waits = [max(0.0, shadow.not_before - now) for shadow in self._shadows.values() if shadow.sock is None]
+        order = self._orders.wait_s(self._heard, now)
+        return min(waits if order is None else [*waits, order], default=None)
 
     def _connect(self, shadow: _Shadow) -> None:
         """May take as long as the client lets it: without this shadow nothing can be committed anyway."""
@@ -179,9 +234,13 @@ class Coordinator:
         shadow.pause = BACK_OFF_S[0]
         if message.number >= shadow.heard.number:  # two threads of the shadow may have sent them
             shadow.heard.number, shadow.heard.spans = message.number, message.spans
+            shadow.heard.needs_seed = message.needs_seed
 
     def _answer(self) -> None:
-        for address, answer in decide({address: shadow.heard for address, shadow in self._shadows.items()}).items():
+        heard = self._heard
+        self.released = agreed(heard, self.released)
+        self._orders.update(heard, self.released, time.monotonic())
+        for address, answer in decide(heard, self.released, self._orders.at).items():
             shadow = self._shadows[address]
             if shadow.sock is None:
                 continue
@@ -198,6 +257,8 @@ class Coordinator:
 
 def _makes_sense(message: Ready) -> bool:
     spans = message.spans if isinstance(message.spans, list) else [None]
-    return type(message.number) is int and all(
-        isinstance(span, list) and [type(step) for step in span] == [int, int] for span in spans
+    return (
+        type(message.number) is int
+        and type(message.needs_seed) is bool
+        and all(isinstance(span, list) and [type(step) for step in span] == [int, int] for span in spans)
     )

@@ -144,8 +144,8 @@ class Link(Protocol):
     refused: str | None
 
     @property
-    def committed(self) -> int | None:
-        """Newest step that the shadow acknowledged."""
+    def committed(self) -> Position | None:
+        """History and newest step that the shadow acknowledged."""
 
     @property
     def connected(self) -> bool:
@@ -186,11 +186,10 @@ class Links:
         """All are, or have refused to be."""
         return all(link.connected or link.refused is not None for link in self._links)
 
-    @property
-    def committed(self) -> int | None:
-        """Newest step that all shadows acknowledged."""
-        steps = [link.committed for link in self._links]
-        return None if None in steps else min(step for step in steps if step is not None)
+    def committed(self, history: int) -> int | None:
+        """Newest step of this history that all shadows acknowledged; None: not all have one."""
+        steps = [link.committed[1] for link in self._links if link.committed and link.committed[0] == history]
+        return min(steps) if len(steps) == len(self._links) else None
 
     @property
     def dropped(self) -> int:
@@ -209,7 +208,8 @@ class Links:
                 link.send(part)
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Wait until the condition holds; it is looked at whenever a connection or ``committed`` changes."""
+        """Wait until the condition holds; it is looked at whenever a connection or ``committed`` changes, or a seed is
+        asked for."""
         return self._links[0].wait(condition, timeout)
 
     def close(self, timeout: float) -> None:

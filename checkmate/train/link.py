@@ -17,6 +17,7 @@ from typing import Protocol
 
 from checkmate.config import CheckmateError
 from checkmate.protocol import Ack, Message, ProtocolError, Refused, SeedRequest, take
+from checkmate.train.agreement import Position
 
 log = logging.getLogger("checkmate")
 
@@ -24,7 +25,7 @@ BACKLOG_BYTES = 8 << 20
 SEND_BUFFER_BYTES = 1 << 20
 MESSAGE_BYTES = 1 << 20
 """Largest message that a shadow sends on this connection."""
-BACK_OFF_S = (0.1, 5.0)
+BACK_OFF_S = (0.1, 1.0)
 """First and longest pause between two attempts to connect."""
 REFUSED_S = 30.0
 """Pause after the shadow refused."""
@@ -39,19 +40,20 @@ class Connector(Protocol):
 
 
 class RecordsLink:
-    """Records of one rank to one shadow; ``committed`` is the newest step that it acknowledged.
+    """Records of one rank to one shadow; ``committed``: history and newest step that it acknowledged.
 
-    ``changed``: notified of every change; links may share one.
+    ``on_seed_request`` is called with the reason and the step that it is to be of. ``changed``: notified of every
+    change; links may share one.
     """
 
     def __init__(
         self,
         connector: Connector,
         greeting: Callable[[], Sequence[Message]],
-        on_seed_request: Callable[[str], None],
+        on_seed_request: Callable[[str, int | None], None],
         changed: threading.Condition | None = None,
     ) -> None:
-        self.committed: int | None = None
+        self.committed: Position | None = None
         self.dropped = 0
         self.refused: str | None = None
         self._connector = connector
@@ -191,10 +193,12 @@ class RecordsLink:
         match message:
             case Ack():
                 with self._lock:
-                    self.committed = message.committed
+                    self.committed = None if message.committed is None else (message.history, message.committed)
                     self._lock.notify_all()
             case SeedRequest():
-                self._on_seed_request(message.reason)
+                self._on_seed_request(message.reason, message.at)
+                with self._lock:
+                    self._lock.notify_all()
             case Refused():
                 if self.refused is None:
                     log.warning("the shadow refused this rank's records: %s", message.reason)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from checkmate.protocol import Seed
 from checkmate.tensors import named_state, pack_state
+from checkmate.train.agreement import Position
 from checkmate.train.client import ShadowError
 from checkmate.train.fleet import Fleet
 from checkmate.train.masters import Masters
@@ -43,6 +44,7 @@ class Seeder:
         self._copies: list[Tensor] = []
         self._changed = threading.Condition()
         self._wanted: str | None = None
+        self._at = 0
         self._not_before = 0.0
         self._pause = RETRY_S[0]
         self._job: _Job | None = None
@@ -50,19 +52,26 @@ class Seeder:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def request(self, reason: str) -> None:
-        """Take a seed at the next step boundary; may be called from any thread.
+    def request(self, reason: str, at: int | None = None) -> None:
+        """Take a seed at the next step boundary, or at that of step ``at``; may be called from any thread.
 
         While one is on its way nothing is noted: the shadow asks again if that one does not help.
         """
         with self._changed:
-            if self._job is not None:
-                return
-            self._wanted = reason
+            if self._job is None:
+                self._wanted, self._at = reason, at or 0
 
-    def take_if_wanted(self, step: int, incarnation: int, history: int) -> None:
-        """At a step boundary, by the training thread: copy the state if a seed is wanted and none is on its way."""
-        if self._wanted is None or self._job is not None or time.monotonic() < self._not_before:
+    @property
+    def is_due(self) -> bool:
+        """A seed is wanted and can be taken."""
+        return self._wanted is not None and self._job is None and time.monotonic() >= self._not_before
+
+    def take_if_wanted(self, step: int, incarnation: int, history: int, is_last: bool = False) -> None:
+        """At a step boundary, by the training thread: copy the state if a seed is wanted and none is on its way.
+
+        ``is_last``: no boundary follows.
+        """
+        if not self.is_due or (step < self._at and not is_last):
             return
         if self.floor is not None and step <= self.floor:
             log.warning(
@@ -75,14 +84,18 @@ class Seeder:
             return
         self.take(step, incarnation, history)
 
-    def take(self, step: int, incarnation: int, history: int) -> None:
-        """Copy the state after ``step`` and hand it to the sending thread: all shadows get it of the same step."""
+    def take(self, step: int, incarnation: int, history: int, agreed: Position | None = None) -> None:
+        """Copy the state after ``step`` and hand it to the sending thread: all shadows get it of the same step.
+
+        ``agreed``: where the job could have gone on, but begins anew.
+        """
         params, buffers = named_state(self._module)
         description, manifest, tensors = pack_state(params + self._masters.named, buffers, self._optimizer)
         self._copies = _copy(tensors, self._copies)
         with self._changed:
             reason, self._wanted = self._wanted or "the initial state", None
-            self._job = _Job(incarnation, Seed(step, description, manifest, history), reason)
+            seed = Seed(step, description, manifest, history, None if agreed is None else list(agreed))
+            self._job = _Job(incarnation, seed, reason)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkmate-seeds", daemon=True)

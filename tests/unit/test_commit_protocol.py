@@ -18,7 +18,7 @@ from checkmate.protocol import Begun, Layout, Ready, Release, StepRecord
 from checkmate.shadow.course import MOST_LINES, Course, Line
 from checkmate.shadow.staging import Ready as Complete
 from checkmate.train.agreement import common_spans, newest_position
-from checkmate.train.coordinator import Heard, decide
+from checkmate.train.coordinator import Heard, Orders, agreed, decide
 from checkmate.train.fleet import Unrestorable, agree
 
 
@@ -76,9 +76,9 @@ class Shadow:
             self._make(line, step)
 
     def report(self) -> Ready | None:
-        if (spans := self.course.report()) is None:
+        if (spans := self.course.report(self.blocked)) is None:
             return None
-        self.sent = Ready(self.course.number, spans)
+        self.sent = Ready(self.course.number, spans, self.blocked)
         return self.sent
 
     def value_at(self, position: tuple[int, int]) -> int:
@@ -104,6 +104,7 @@ class Commits:
 
     incarnation: int
     heard: dict[str, Heard] = field(default_factory=dict)
+    released: int | None = None
     up: dict[int, deque[Ready]] = field(default_factory=dict)
     down: dict[int, deque[Release]] = field(default_factory=dict)
 
@@ -112,7 +113,8 @@ class Commits:
         self.up[number], self.down[number] = deque(), deque()
 
     def answer(self) -> None:
-        for address, answer in decide(self.heard).items():
+        self.released = agreed(self.heard, self.released)
+        for address, answer in decide(self.heard, self.released).items():
             self.heard[address].told = answer
             self.down[int(address)].append(answer)
 
@@ -240,6 +242,12 @@ class Histories(RuleBasedStateMachine):
             shadow.seed(step, value, history, whole or step == 0)
 
     @rule(number=which)
+    def seeds_are_ordered(self, number: int) -> None:
+        shadow = self.shadows[number % len(self.shadows)]
+        if shadow.blocked:
+            shadow.course.shorten()
+
+    @rule(number=which)
     def boundaries_arrive(self, number: int) -> None:
         last = self.shadows[number % len(self.shadows)].course.last
         if last is not None:
@@ -261,6 +269,7 @@ class Histories(RuleBasedStateMachine):
                 message = commits.up[number].popleft()
                 heard = commits.heard[str(number)]
                 heard.number, heard.spans = message.number, message.spans
+                heard.needs_seed = message.needs_seed
                 commits.answer()
 
     @rule(number=which, newest=st.booleans())
@@ -319,9 +328,9 @@ def test_min_of_ends_would_not_do() -> None:
     """One shadow lost step 6 and has a seed of 10; the other is at 8: only 5 can be restored from both."""
     assert newest_position([[(1, 5, 5), (1, 10, 11)], [(1, 5, 8)]]) == (1, 5)
     heard = {"a": Heard([[5, 5], [10, 11]], 3), "b": Heard([[5, 8]], 7)}
-    assert decide(heard)["b"] == Release(5, 7, ["b"])
+    assert decide(heard, agreed(heard, None))["b"] == Release(5, 7, ["b"])
     heard["b"].spans = [[5, 8], [10, 10]]
-    assert decide(heard)["a"] == Release(10, 3, [])
+    assert decide(heard, agreed(heard, 5))["a"] == Release(10, 3, [])
 
 
 def test_where_all_can_be() -> None:
@@ -338,9 +347,9 @@ def test_histories_have_nothing_in_common() -> None:
 
 def test_nothing_is_released_while_a_shadow_is_gone() -> None:
     heard = {"a": Heard([[5, 9]], 1), "b": Heard()}
-    assert decide(heard) == {"a": Release(None, 1, ["b"])}
+    assert decide(heard, agreed(heard, None)) == {"a": Release(None, 1, ["b"])}
     heard["a"].told = Release(None, 1, ["b"])
-    assert decide(heard) == {}
+    assert decide(heard, agreed(heard, None)) == {}
 
 
 @pytest.mark.parametrize(
@@ -422,3 +431,74 @@ def test_a_run_that_begins_anew_is_another_history() -> None:
     assert shadow.course.spans() == [[1, 5, 5], [1, 10, 10], [2, 0, 10]]
     shadow.release(Release(10, 3))
     assert shadow.course.spans() == [[2, 10, 10]]
+
+
+def test_what_was_released_stays_so_for_a_shadow_that_did_not_hear_of_it() -> None:
+    """Both had promised step 10, and one is there; the other's connection broke before, and it has withdrawn it."""
+    heard = {"a": Heard([[10, 11]], 4), "b": Heard([[5, 5], [12, 12]], 3)}
+    assert decide(heard, agreed(heard, 10))["b"].step == 10
+    shadow = followed()
+    shadow.seed(12, 12, 1, True)
+    shadow.report()
+    shadow.release(decide(heard, agreed(heard, 10))["b"])
+    assert shadow.course.spans() == [[1, 10, 10], [1, 12, 12]]
+
+
+def blocked() -> Shadow:
+    """At step 10, with two steps that others lack, and without the one after them."""
+    shadow = followed()
+    shadow.release(Release(10, 2))
+    shadow.take(11, 10, 11)
+    shadow.take(12, 11, 12)
+    assert shadow.report() == Ready(3, [[10, 12]])
+    shadow.blocked = True
+    return shadow
+
+
+def test_steps_make_room_for_those_after_a_seed_when_the_coordinator_has_heard() -> None:
+    shadow = blocked()
+    shadow.course.shorten()
+    assert shadow.report() == Ready(4, [[10, 10]], True)
+    shadow.release(Release(10, 3))
+    assert shadow.course.spans() == [[1, 10, 12]], "the coordinator may have released 12 before it heard"
+    shadow.release(Release(10, 4))
+    assert shadow.course.spans() == [[1, 10, 10]]
+
+
+def test_steps_that_were_released_meanwhile_are_made() -> None:
+    shadow = blocked()
+    shadow.course.shorten()
+    shadow.report()
+    shadow.release(Release(11, 4))
+    assert shadow.course.spans() == [[1, 11, 11]]
+
+
+def test_all_are_seeded_at_one_step_to_come() -> None:
+    """Groups that are seeded each at its own step may have none in common for ever."""
+    step = 100
+    orders = Orders(lambda: (step, 0.1))
+    heard = {"a": Heard([[90, 93]], 1, needs_seed=True), "b": Heard()}
+    orders.update(heard, 90, 50.0)
+    assert orders.at is None and orders.wait_s(heard, 50.0) is None, "one is not there to be seeded"
+    heard["b"].spans = []
+    orders.update(heard, 90, 50.0)
+    assert orders.at == 106
+    assert {answer.seed_at for answer in decide(heard, 90, orders.at).values()} == {106}
+    step = 107
+    orders.update(heard, 90, 51.0)
+    assert orders.at is None and orders.wait_s(heard, 51.0) == 4.5
+    orders.update(heard, 90, 55.5)
+    assert orders.at == 118, "that did not help: more time until the next one"
+    orders.update(heard, 119, 56.0)
+    heard["a"].needs_seed = False
+    assert orders.wait_s(heard, 60.0) is None
+
+
+def test_repeated_starts_that_never_settle_leave_room() -> None:
+    shadow = followed()
+    for incarnation in range(2, 9):
+        shadow.begin(incarnation)
+        shadow.course.keep(1, 5)
+        assert [line[:2] for line in shadow.course.spans()] == [[1, 5]], "what was agreed can still be restored"
+        assert shadow.course.add(Line(State(0, 0), incarnation, {}, True))
+        shadow.report()

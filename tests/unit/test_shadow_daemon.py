@@ -447,7 +447,7 @@ def test_outrun_shadow_drops_whole_iterations_and_bounds_memory(job: Job) -> Non
     for step in steps:
         job.gradients(step)
     wait(lambda: job.receiver.events.empty() and job.status()["state"] == "damaged", "overflow")
-    assert len(job.receiver.buffers) <= 3 * 3
+    wait(lambda: len(job.receiver.buffers) <= 3 * 3, "what has no room to be given back")
     for step in steps:
         job.records(step)
         job.boundaries(step.record.step)

@@ -1,5 +1,6 @@
 """Two whole shadows of one job in this process: they commit together, whatever one of them lost, and whoever died."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from checkmate.checked import Endpoint
 from checkmate.cli import app
 from checkmate.config import CheckmateError
 from checkmate.persist.interchange import read_safetensors
-from checkmate.protocol import Boundary, Layout
+from checkmate.protocol import Boundary, Layout, SeedRequest
 from checkmate.shadow.control import Limits
+from checkmate.shadow.course import MOST_LINES
 from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
 from checkmate.shadow.rx.receiver import RxConfig
@@ -98,7 +100,7 @@ class Team:
                 Rank(self.clients(rank)[number].connect("records", incarnation)) for rank in range(WORLD)
             ]
         if coordinate:
-            self.coordinator = Coordinator(self.clients(), incarnation)
+            self.coordinator = Coordinator(self.clients(), incarnation, lambda: (self.trainer.step, 0.1))
 
     def follow(self) -> None:
         """A fresh start, followed from its first state on."""
@@ -107,10 +109,10 @@ class Team:
         self.seed()
         self.committed(0)
 
-    def seed(self, *numbers: int) -> None:
+    def seed(self, *numbers: int, agreed: list[int] | None = None) -> None:
         assert self.begun is not None
         seed, tensors = self.trainer.seed()
-        seed = type(seed)(seed.step, seed.optimizer, seed.manifest, self.history)
+        seed = dataclasses.replace(seed, history=self.history, agreed=agreed)
         for number in numbers or (0, 1):
             part = self.shards[number].seed(seed, tensors)
             self.clients()[number].send_seed(self.begun.incarnation, *part, lambda _: None)
@@ -201,11 +203,11 @@ def test_shards_are_committed_together_and_make_the_whole(team: Team) -> None:
 def test_the_coordinator_survives_an_error_of_its_own(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     decide, failed = coordinator.decide, threading.Event()
 
-    def fail_once(heard: Any) -> Any:
+    def fail_once(heard: Any, *rest: Any) -> Any:
         if not failed.is_set() and any(shadow.spans for shadow in heard.values()):
             failed.set()
             raise RuntimeError("an error of Checkmate's own")
-        return decide(heard)
+        return decide(heard, *rest)
 
     monkeypatch.setattr(coordinator, "decide", fail_once)
     team.follow()
@@ -359,6 +361,68 @@ def test_a_run_that_begins_anew_never_goes_on_from_the_old_state(team: Team) -> 
     assert differing(team.expected(), team.restored(position)) == []
 
 
+def test_starts_that_never_settle_are_seen_and_make_room(team: Team) -> None:
+    """Each begins anew, and its state reaches one shadow only, until there is no room for another one."""
+
+    def start_anew() -> None:
+        team.die()
+        assert team.begin() == (1, 1)
+        assert team.begun is not None
+        team.history = team.begun.incarnation
+        team.connect()
+        team.trainer = Trainer()
+
+    team.follow()
+    team.step()
+    team.committed(1)
+    for _ in range(MOST_LINES - 1):
+        start_anew()
+        team.seed(0)
+        wait(lambda: team.status(0)["ready"] == 0, "the new state")
+    start_anew()
+    with pytest.raises(ShadowError, match="no room for a seed of step 0"):
+        team.seed(0)
+    status = team.status(0)
+    assert status["state"] == "no room" and "states that can still be restored" in status["reason"]
+    assert status["seeds"]["no_room"] == 1
+    start_anew()
+    team.seed(agreed=[1, 1])
+    team.committed(0)
+    assert [team.status(number)["state"] for number in (0, 1)] == ["following", "following"]
+    team.step()
+    team.committed(1)
+
+
+def test_a_shadow_that_waits_for_another_has_room_for_what_follows_a_seed(team: Team) -> None:
+    """Steps are made faster than seeds come: they must not find its gradient sets full of steps that nobody needs."""
+    team.follow()
+    team.step()
+    team.committed(1)
+    team.kill(1)
+    for _ in range(12):  # of 8 sets
+        team.step(unheard=(1,))
+    wait(lambda: team.status(0)["state"] == "damaged", "the healthy one to be outrun")
+    team.start(1)
+    team.connect(1, coordinate=False)
+    for number in (0, 1):
+        wait(lambda n=number: requests(team, n), "the order of a seed")  # type: ignore[misc]
+    assert requests(team, 0)[-1] == requests(team, 1)[-1], "both of one step"
+    wait(lambda: not team.receivers[0].buffers, "the sets to be free")
+    team.trainer.step = requests(team, 0)[-1]
+    team.seed()
+    for _ in range(6):
+        team.step()
+    team.committed(team.trainer.step)
+    assert [team.status(number)["state"] for number in (0, 1)] == ["following", "following"]
+
+
+def requests(team: Team, number: int) -> list[int]:
+    """Steps of the seeds that a shadow asked rank 0 for."""
+    rank = team.ranks[number][0]
+    assert rank is not None
+    return [message.at for message in rank.heard if isinstance(message, SeedRequest) and message.at is not None]
+
+
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
 def test_exports_of_all_shadows_make_one_file(team: Team, tmp_path: Path, form: str) -> None:
     team.follow()
@@ -392,3 +456,27 @@ def test_shards_that_do_not_make_a_whole_are_not_joined(team: Team, tmp_path: Pa
         parts.join([first, {**second, "step": 2}])
     with pytest.raises(CheckmateError, match="holds a whole state"):
         parts.join([first, {"model": {}, "optimizer": {}, "step": 1}])
+    with pytest.raises(CheckmateError, match=r"of step 1, but of different runs, .* incarnations \[1, 4\]"):
+        parts.join([first, {**second, "shard": {**second["shard"], "history": 4}}])
+
+
+def test_exports_are_repeated_with_pauses(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    team.follow()
+    team.step()
+    team.committed(1)
+    attempts = 0
+
+    def of_different_steps(socket: Path, out: Path) -> int:
+        nonlocal attempts
+        attempts += 1
+        number = int(socket.name[-1])
+        team.shadows[number].export(out)
+        torch.save({**torch.load(out, weights_only=True), "step": number}, out)
+        return number
+
+    monkeypatch.setattr(parts, "export", of_different_steps)
+    monkeypatch.setattr(parts, "SAME_STEP_S", 1.0)
+    sockets = [team.folder / f"status{number}" for number in (0, 1)]
+    with pytest.raises(CheckmateError, match=r"of the steps \[0, 1\]"), parts.exported(sockets, tmp_path):
+        pass
+    assert 4 <= attempts <= 8 and not list(tmp_path.glob(".export*"))

@@ -53,6 +53,51 @@ def test_without_a_shadow_training_goes_on_and_is_followed_later(
     late.close()
 
 
+def test_what_an_earlier_run_committed_is_not_this_runs(shadow: FakeShadow) -> None:
+    shadow.committed = 7
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    (link,) = checkpoint._links._links
+    assert link.wait(lambda: link.committed == (0, 7), 10)
+    assert checkpoint.committed is None
+    train(ddp, optimizer, 2)  # anew, without resume()
+    assert link.wait(lambda: checkpoint.committed == 1, 10)
+    checkpoint.close()
+
+
+def test_a_seed_that_is_asked_for_at_the_end_is_of_the_last_step(shadow: FakeShadow) -> None:
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer, 3)
+    shadow.last = 3
+    checkpoint.close()
+    assert checkpoint.committed == 3 and [seed.step for seed, _ in shadow.seeds] == [0, 3]
+
+
+def test_a_group_that_ends_first_waits_for_the_others(
+    shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "CLOSE_S", 0.1)
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.resume()
+    train(ddp, optimizer, 2)
+    checkpoint._peers.leaders = [0, 1]
+    shadow.withheld_s = 1.0  # shadows of all groups commit the last step when the last group has ended, too
+    checkpoint.close()
+    assert checkpoint.committed == 2 and "the last step is" not in caplog.text
+
+
+def test_an_incarnation_is_not_taken_up_after_close(shadow: FakeShadow, plugin: FakePlugin) -> None:
+    """The search for a late shadow may have found it at the same moment."""
+    ddp, optimizer = build()
+    checkpoint = checkmate.attach(ddp, optimizer)
+    checkpoint.close()
+    checkpoint._adopt(5, None)
+    assert plugin.incarnation == 0 and checkpoint._incarnation != 5
+
+
 def test_a_late_shadow_keeps_what_it_holds_beyond_us(
     shadow: FakeShadow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

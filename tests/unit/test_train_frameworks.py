@@ -31,6 +31,13 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Wrapped:
+    """Stands for a DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
 def test_a_wrapped_optimizer_is_one_optimizer_with_its_schedulers(shadow: FakeShadow) -> None:
     registry.install()
     ddp, optimizer = build()
@@ -57,17 +64,19 @@ def test_loaders_that_one_rank_reads_for_all_are_refused(shadow: FakeShadow, mon
 
 def test_lightning_is_asked_for_the_callback() -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs checkmate[lightning]")
-    module = lightning.LightningModule()
-    assert "give its Trainer checkmate.train.lightning.CheckmateCallback()" in (bootstrap._own_loop(module) or "")
+    ddp: Any = Wrapped(lightning.LightningModule())
+    assert "give its Trainer checkmate.train.lightning.CheckmateCallback()" in (bootstrap._own_loop(ddp) or "")
 
 
 def test_transformers_is_asked_for_the_callback_where_there_is_a_trainer(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="needs checkmate[accelerate]")
     trainer = transformers.Trainer(nn.Linear(1, 1), transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True))
-    assert "checkmate.train.huggingface.CheckmateCallback(trainer)" in (bootstrap._own_loop(trainer.model) or "")
+    ddp: Any = Wrapped(trainer.model)
+    assert "checkmate.train.huggingface.CheckmateCallback(trainer)" in (bootstrap._own_loop(ddp) or "")
     del trainer
 
 
 def test_others_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
-    assert bootstrap._own_loop(nn.Linear(1, 1)) is None
+    ddp: Any = Wrapped(nn.Linear(1, 1))
+    assert bootstrap._own_loop(ddp) is None

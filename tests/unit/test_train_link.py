@@ -44,7 +44,7 @@ def make(peer: Peer, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untype
     links: list[RecordsLink] = []
 
     def build(
-        greeting: Callable[[], list[Message]] = list, on_seed_request: Callable[[str], None] = lambda reason: None
+        greeting: Callable[[], list[Message]] = list, on_seed_request: Callable[..., None] = lambda *_: None
     ) -> RecordsLink:
         link = RecordsLink(peer, greeting, on_seed_request)
         links.append(link)
@@ -107,13 +107,13 @@ def test_it_reconnects_with_a_new_greeting(peer: Peer, make) -> None:  # type: i
 
 
 def test_acks_and_seed_requests_are_heard(peer: Peer, make) -> None:  # type: ignore[no-untyped-def]
-    reasons: list[str] = []
-    link = connected(make(on_seed_request=reasons.append))
-    data = Ack(6).encode() + SeedRequest("gap").encode() + Ack(7).encode()
+    asked: list[tuple[str, int | None]] = []
+    link = connected(make(on_seed_request=lambda reason, at: asked.append((reason, at))))
+    data = Ack(6, 1).encode() + SeedRequest("gap").encode() + SeedRequest("far", 9).encode() + Ack(7, 2).encode()
     for byte in data:  # split everywhere
         peer.ends[0].sendall(bytes([byte]))
-    assert link.wait(lambda: link.committed == 7, 5)
-    assert reasons == ["gap"]
+    assert link.wait(lambda: link.committed == (2, 7), 5)
+    assert asked == [("gap", None), ("far", 9)]
 
 
 @pytest.mark.parametrize("noise", [b"\xff\xff\xff\xff", b"\0\0\0\1x", record(1).encode()])
@@ -163,7 +163,7 @@ from checkmate.train.link import RecordsLink
 class Connector:
     def records(self, incarnation):
         return socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-link = RecordsLink(Connector(), list, lambda reason: None)
+link = RecordsLink(Connector(), list, lambda reason, at: None)
 link.open(1)
 assert link.wait(lambda: link.connected, 10)
 link.send(Boundary(1, {"x": b"x" * 40000}))

@@ -15,6 +15,7 @@ from checkmate.shadow import messages
 from checkmate.shadow.optim.replica import Replica
 from checkmate.shadow.staging import Gradient, Ready, Staging
 from checkmate.tensors import Manifest
+from checkmate.train.agreement import Position
 from support.train.fake_shadow import FakePlugin
 from support.trainer import over_the_wire
 
@@ -30,6 +31,7 @@ class DirectShadow(FakePlugin):
         self.reread = reread
         self.staging = Staging(3, 1e9, lambda gradient: None)
         self.replica: Replica | None = None
+        self.history = 0
         self.boundaries: dict[int, dict[str, Any]] = {}
         self.records: list[StepRecord] = []
         self.seeds: list[int] = []
@@ -134,6 +136,7 @@ class DirectClient:
         self, incarnation: int, seed: Seed, tensors: Sequence[Tensor], on_open: Callable[[Any], None]
     ) -> int | None:
         self.shadow.adopt(seed, tensors)
+        self.shadow.history = seed.history
         return self.shadow.committed
 
     def restore(self, incarnation: int, step: int | None = None, history: int = 0) -> tuple[State, list[Tensor]]:
@@ -149,14 +152,14 @@ class DirectLink:
     dropped = 0
     refused = None
 
-    def __init__(self, client: DirectClient, greeting: Any, on_seed_request: Callable[[str], None], _: Any) -> None:
+    def __init__(self, client: DirectClient, greeting: Any, on_seed_request: Callable[..., None], _: Any) -> None:
         self._shadow = client.shadow
         self.ask = on_seed_request
         self.connected = False
 
     @property
-    def committed(self) -> int | None:
-        return self._shadow.committed
+    def committed(self) -> Position | None:
+        return None if self._shadow.committed is None else (self._shadow.history, self._shadow.committed)
 
     def open(self, incarnation: int) -> None:
         self.connected = True

@@ -33,14 +33,21 @@ JOB = "job"
 
 
 class FakeShadow:
-    """``seed_always``: asks for a seed after every step. ``states``: what it restores, by rank (see ``state_of``)."""
+    """``seed_always``: asks for a seed after every step. ``last``: lacks this step, asks for a seed and commits that.
+    ``withheld_s``: before it commits.
+
+    ``states``: what it restores, by rank (see ``state_of``).
+    """
 
     def __init__(self, world: int, port: int = 0) -> None:
         self.world = world
         self.seed_always = False
+        self.last: int | None = None
+        self.withheld_s = 0.0
         self.silent_seeds = False
         self.incarnation = 0
         self.committed: int | None = None
+        self.history = 0
         self.states: dict[int, tuple[State, list[Any]]] = {}
         self.messages: list[tuple[int, Message]] = []
         self.seeds: list[tuple[Seed, list[Any]]] = []
@@ -137,13 +144,19 @@ class FakeShadow:
 
     def _records(self, sock: socket.socket, hello: Hello) -> None:
         self._note(hello.rank, hello)
+        if self.committed is not None:
+            sock.sendall(Ack(self.committed, self.history).encode())
         while (message := receive(sock)) is not None:
             self._note(hello.rank, message)
             if isinstance(message, Boundary):
+                if self.last == message.step:
+                    sock.sendall(SeedRequest("test").encode())
+                    self.wait(lambda: self.seeds[-1:] != [] and self.seeds[-1][0].step == self.last)
                 if self.seed_always and hello.rank == 0:
                     sock.sendall(SeedRequest("test").encode())
+                time.sleep(self.withheld_s)
                 self.committed = message.step
-                sock.sendall(Ack(message.step).encode())
+                sock.sendall(Ack(message.step, self.history).encode())
 
     def _note(self, rank: int, message: Message) -> None:
         with self._lock:
@@ -158,6 +171,7 @@ class FakeShadow:
         if self.silent_seeds:
             time.sleep(60)
         tensors = receive_tensors(sock, seed.manifest)
+        self.history = seed.history
         with self._lock:
             self.seeds.append((seed, tensors))
             self._lock.notify_all()
