@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from checkmate.protocol import Begun
 from checkmate.train import admission
 from checkmate.train.admission import Admission
-from checkmate.train.client import ShadowError
+from checkmate.train.client import ShadowError, Unfollowable
 from checkmate.train.fleet import Beginning
 
 
@@ -45,6 +45,21 @@ def test_an_incarnation_that_opens_after_close_is_not_adopted() -> None:
     answer.set()
     search.close(30)
     assert adopted == []
+
+
+def test_a_shadow_that_can_never_follow_is_given_up_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[int] = []
+
+    def begin(proposed: int) -> Beginning:
+        attempts.append(proposed)
+        raise Unfollowable("shadow 1.2.3.4:7701 can't follow this job: other bits")
+
+    store: Any = HashStore()
+    search = Admission(store, Place(0, [0], 1), begin, lambda *_: None, lambda _: None)
+    search._thread.join(30)
+    assert not search._thread.is_alive() and attempts == [0]
+    assert "other bits" in caplog.text
+    search.close(0)
 
 
 class Shadows:
