@@ -154,8 +154,8 @@ def unpack_state(
     """Load what ``pack_state`` packed into a live model and optimizer, in place.
 
     Parameters, buffers, optimizer state and every group's hyperparameters become those packed; nothing is stepped.
-    All names, shapes, data types and groups are compared first: TensorError names what differs, and then nothing was
-    changed.
+    Groups that were added in mid-run are added, where they hold parameters of the model that no group has. All names,
+    shapes, data types and groups are compared first: TensorError names what differs, and then nothing was changed.
     """
     params, param_aliases = _split_aliases(named_params)
     buffers, buffer_aliases = _split_aliases(named_buffers)
@@ -166,11 +166,13 @@ def unpack_state(
     state = _state_by_name(description, packed)
     _check_tensors(live, {key: t for key, t in packed.items() if key[0] in ("param", "buffer")})
     _check_aliases(aliases, {key for key in packed if key[0].startswith("alias.")})
-    _check_groups(_names_by_identity(params, optimizer), optimizer, description)
+    _check_groups(params, optimizer, description)
     _check_state(state, params)
     with torch.no_grad():
         for key, tensor in live.items():
             tensor.detach().copy_(packed[key])
+    for fields in description["groups"][len(optimizer.param_groups) :]:
+        optimizer.add_param_group({**unpack_group(fields), "params": [params[name] for name in fields["params"]]})
     for group, fields in zip(optimizer.param_groups, description["groups"], strict=True):
         set_group(group, fields)
         for name, param in zip(fields["params"], group["params"], strict=True):
@@ -412,15 +414,20 @@ def _check_aliases(live: set[tuple[str, str]], packed: set[tuple[str, str]]) -> 
         )
 
 
-def _check_groups(names: dict[int, str], optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> None:
+def _check_groups(
+    params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, description: Mapping[str, Any]
+) -> None:
+    names = _names_by_identity(params, optimizer)
     have, want = optimizer_class_name(optimizer), description["class"]
     if have != want:
         raise TensorError(f"the optimizer is {have}, the checkpoint is of {want}")
     live = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     packed = [list(group["params"]) for group in description["groups"]]
-    if len(live) != len(packed):
+    held = {name for group in live for name in group}
+    strange = [name for group in packed[len(live) :] for name in group if name in held or name not in params]
+    if len(live) > len(packed) or strange:
         raise TensorError(f"the optimizer has {len(live)} parameter groups, the checkpoint {len(packed)}")
-    for index, (ours, theirs) in enumerate(zip(live, packed, strict=True)):
+    for index, (ours, theirs) in enumerate(zip(live, packed, strict=False)):
         differing = sorted(set(ours) ^ set(theirs)) or [
             name for name, other in zip(ours, theirs, strict=True) if name != other
         ]

@@ -269,6 +269,22 @@ def test_loading_is_in_place_and_drops_state_that_the_checkpoint_has_not(pair: A
     assert_same(state_of(net, optimizer), state_of(other, loaded))
 
 
+def test_groups_added_in_mid_run_are_added_again(pair: Any) -> None:
+    net, other = model(), model(1)
+    first, *rest = net.parameters()
+    optimizer = torch.optim.AdamW([first], lr=0.1)
+    step(net, optimizer, 1)
+    optimizer.add_param_group({"params": rest[:1], "lr": 0.2, "betas": (0.5, 0.9)})
+    optimizer.add_param_group({"params": rest[1:], "weight_decay": 0.3})
+    step(net, optimizer, 2)
+    loaded = torch.optim.AdamW([next(other.parameters())], lr=9.0)
+    reload(pair, net, optimizer, (other, loaded))
+    assert_same(state_of(net, optimizer), state_of(other, loaded))
+    step(net, optimizer, 1)
+    step(other, loaded, 1)
+    assert_same(state_of(net, optimizer), state_of(other, loaded))
+
+
 def test_step_tensor_keeps_its_dtype(pair: Any) -> None:
     net, other = model(), model(1)
     optimizer, loaded = adamw(net), adamw(other)
@@ -280,7 +296,7 @@ def test_step_tensor_keeps_its_dtype(pair: Any) -> None:
     assert loaded.state[next(other.parameters())]["step"].dtype is torch.float64
 
 
-@pytest.mark.parametrize("what", ["shape", "missing", "extra", "dtype", "class", "groups", "order"])
+@pytest.mark.parametrize("what", ["shape", "missing", "extra", "dtype", "class", "groups", "taken", "order"])
 def test_what_differs_is_named_and_nothing_is_changed(what: str) -> None:
     net, other = model(), model(1)
     optimizer, loaded = adamw(net), adamw(other)
@@ -302,6 +318,9 @@ def test_what_differs_is_named_and_nothing_is_changed(what: str) -> None:
             description["class"], pattern = "SGD", "AdamW, the checkpoint is of SGD"
         case "groups":
             description["groups"], pattern = description["groups"][:1], "2 parameter groups, the checkpoint 1"
+        case "taken":
+            description["groups"].append(description["groups"][0])
+            pattern = "2 parameter groups, the checkpoint 3"
         case "order":
             description["groups"][0]["params"].reverse()
     before = state_of(other, loaded)

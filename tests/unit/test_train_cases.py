@@ -21,7 +21,7 @@ import checkmate
 from checkmate import plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Seed
-from checkmate.tensors import MASTER, named_state, pack_state
+from checkmate.tensors import MASTER, is_same, named_state, pack_state
 from checkmate.train import attach as attach_module
 from checkmate.train.checkpoint import Checkpoint
 from checkmate.train.compression import Compression
@@ -425,6 +425,38 @@ def test_t11_a_group_added_in_mid_run_is_carried_on(script: Callable[..., Script
         assert item.hand_over() == []
     assert item.shadow.replica is not None
     assert len(item.shadow.replica.state_dicts()["optimizer"]["param_groups"]) == 2
+
+
+def test_t11_a_group_added_in_mid_run_comes_back(direct: DirectShadow, restarted: Callable[[], None]) -> None:
+    def begin() -> tuple[Script, list[Tensor]]:
+        net = Net()
+        net.drop.p = 0.0  # the first forward after a restore draws again what it drew
+        ddp = DistributedDataParallel(net)
+        params = list(ddp.parameters())
+        return Script(direct, ddp, AdamW(params[2:], lr=0.01)), params
+
+    item, params = begin()
+    item.start().step()
+    assert item.hand_over() == []
+    item.optimizer.add_param_group({"params": params[:2], "lr": 0.1})
+    item.step()
+    assert item.hand_over() == []
+    item.checkpoint.close(finished=False)
+    restarted()
+    again, _ = begin()
+    assert again.checkpoint.resume() == 2
+    assert [group["lr"] for group in again.optimizer.param_groups] == [0.01, 0.1]
+    seeds = len(direct.seeds)
+    for _ in range(2):
+        torch.manual_seed(5)
+        item.step()
+        torch.manual_seed(5)
+        again.step()
+        assert again.hand_over() == []
+    for ours, theirs in zip(item.ddp.parameters(), again.ddp.parameters(), strict=True):
+        assert is_same(ours.detach(), theirs.detach())
+    assert len(direct.seeds) == seeds
+    again.checkpoint.close()
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
