@@ -24,8 +24,8 @@ from checkmate.config import CheckmateError
 from checkmate.persist_cli import Format
 from checkmate.persist_cli import app as persist_app
 from checkmate.plan_cli import plan
+from checkmate.status import blocks, query
 from checkmate.status import export as export_state
-from checkmate.status import query
 from checkmate.switch_cli import app as switch_app
 from checkmate.topology import load_topology
 
@@ -234,9 +234,14 @@ def preflight(
 
 
 @app.command()
-def status(socket: Annotated[Path, typer.Argument(help="Status socket of a shadow or a controller.")]) -> None:
+def status(
+    socket: Annotated[Path, typer.Argument(help="Status socket of a shadow or a controller.")],
+    each_block: Annotated[
+        bool, typer.Option("--blocks", help="Of a shadow: when each block of its state was last proved equal.")
+    ] = False,
+) -> None:
     """Show the status of a running shadow or controller as JSON."""
-    print_json(query(socket))
+    print_json(blocks(socket) if each_block else query(socket))
 
 
 @app.command()

@@ -21,6 +21,8 @@ log = logging.getLogger("checkmate.status")
 
 _REQUEST_BYTES = 8192
 _ANSWER_BYTES = 1 << 20
+_BLOCKS_BYTES = 1 << 30
+"""A line for each MiB of state: of many TB."""
 _STALL_S = 5.0
 _EXPORT_S = 600.0
 _POLL_MS = 1000
@@ -33,18 +35,23 @@ def query(path: Path | str) -> dict[str, Any]:
     return _ask(Path(path), {"command": "status"}, _STALL_S)
 
 
+def blocks(path: Path | str) -> dict[str, Any]:
+    """Every block of a shadow's state and when it was last proved equal; CheckmateError when no shadow answers."""
+    return _ask(Path(path), {"command": "blocks"}, _STALL_S, _BLOCKS_BYTES)
+
+
 def export(path: Path | str, out: Path | str, timeout_s: float = _EXPORT_S) -> int:
     """Let the shadow write its committed state to the file ``out``; returns the step. CheckmateError on failure."""
     return int(_ask(Path(path), {"command": "export", "path": str(Path(out).absolute())}, timeout_s)["step"])
 
 
-def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+def _ask(path: Path, request: Mapping[str, Any], timeout_s: float, answer_bytes: int = _ANSWER_BYTES) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(timeout_s)
             sock.connect(str(path))
             sock.sendall(json.dumps(request).encode() + b"\n")
-            answer = json.loads(_read_line(sock, _ANSWER_BYTES))
+            answer = json.loads(_read_line(sock, answer_bytes))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckmateError(

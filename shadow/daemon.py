@@ -24,7 +24,7 @@ from checkmate.shadow.control import ControlServer, Limits
 from checkmate.shadow.engine import Commit, Committed, Engine, EventSource, Tuning
 from checkmate.shadow.optim.replica import warm_up
 from checkmate.shadow.rx.receiver import Receiver, RxConfig
-from checkmate.shadow.verify import Verification
+from checkmate.shadow.verify import Proof, Verification
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group
 
@@ -100,7 +100,10 @@ class Shadow:
             stack.callback(self._engine.stop)
             self._control = ControlServer(config.control, config.token, config.job, self._engine, config.limits)
             stack.callback(self._control.close)
-            status = StatusServer(config.status, {"status": lambda _: self.status(), "export": self._export})
+            status = StatusServer(
+                config.status,
+                {"status": lambda _: self.status(), "blocks": lambda _: self.blocks(), "export": self._export},
+            )
             stack.callback(status.close)
             self._engine.start(_Listener(self._control, self._tell_registrar))
             self._control.start()
@@ -158,6 +161,11 @@ class Shadow:
                 if c.gradient_bytes
             ],
         }
+
+    def blocks(self) -> dict[str, Any]:
+        """``{"blocks": […]}``, when each was last proved equal; the longest ago first."""
+        proofs, now = self._engine.proofs(), time.monotonic()
+        return {"blocks": [_proof(proof, now) for proof in proofs]}
 
     def export(self, path: Path) -> int:
         """Write the committed state as ``{"model", "optimizer", "step"}`` for plain PyTorch; returns the step.
@@ -251,20 +259,22 @@ def _atomic_file(path: Path) -> Iterator[Any]:
 
 
 def _verification(verification: Verification, now: float) -> dict[str, Any]:
-    """``oldest``: blocks that weren't proved equal for the longest time; ``step`` and ``age_s`` None: never."""
-    oldest = []
-    for proof in verification.oldest:
-        name, kind, first = proof.block
-        step, age_s = (proof.when[0], round(now - proof.when[1], 3)) if proof.when else (None, None)
-        oldest.append({"name": name, "kind": kind, "first_byte": first, "step": step, "age_s": age_s})
+    """``oldest``: blocks that weren't proved equal for the longest time."""
     return {
         "blocks": verification.blocks,
         "proved": verification.proved,
         "compared": verification.compared,
         "mismatches": verification.mismatches,
         "last_mismatch": verification.last_mismatch,
-        "oldest": oldest,
+        "oldest": [_proof(proof, now) for proof in verification.oldest],
     }
+
+
+def _proof(proof: Proof, now: float) -> dict[str, Any]:
+    """``step`` and ``age_s`` None: never."""
+    name, kind, first = proof.block
+    step, age_s = (proof.when[0], round(now - proof.when[1], 3)) if proof.when else (None, None)
+    return {"name": name, "kind": kind, "first_byte": first, "step": step, "age_s": age_s}
 
 
 def _resident_bytes() -> int:

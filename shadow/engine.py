@@ -38,7 +38,7 @@ from checkmate.shadow.gate import Gate
 from checkmate.shadow.optim.replica import Refusal, Replica
 from checkmate.shadow.rx.receiver import Event, OpComplete
 from checkmate.shadow.staging import Gap, Gradient, Ready, Staging
-from checkmate.shadow.verify import Mismatch, Verification, Verifier
+from checkmate.shadow.verify import Mismatch, Proof, Verification, Verifier
 from checkmate.wire import DATATYPES
 
 log = logging.getLogger("checkmate.shadow")
@@ -283,6 +283,10 @@ class Engine:
     def seed(self, incarnation: int, seed: Seed, tensors: Sequence[Tensor]) -> int | None:
         """Take a seed; returns the committed step. Raises CheckmateError when it is refused."""
         return self._call(functools.partial(self._seed, incarnation, seed, tensors))
+
+    def proofs(self) -> list[Proof]:
+        """When each block of the committed state was last proved equal to the trainer's."""
+        return self._call(lambda: self._verifier.proofs(self._main_state))
 
     def rank0_connected(self) -> None:
         """Rank 0 can be asked now."""
@@ -657,6 +661,10 @@ class Engine:
         log.info("incarnation %d of %d ranks, from %s", incarnation, world, self._course.spans() or "no state")
 
     @property
+    def _main_state(self) -> Replica | None:
+        return self._course.main.state if self._course.main else None
+
+    @property
     def _needs_seed(self) -> bool:
         staging = self._staging
         if not self._incarnation or self._refused or (staging.step is not None and staging.damage is None):
@@ -730,7 +738,7 @@ class Engine:
             commit_count=self._commit_count,
             seeds=dict(self._seeds),
             state_bytes=self._state_bytes,
-            verification=self._verifier.summary(self._course.main.state if self._course.main else None),
+            verification=self._verifier.summary(self._main_state),
             commits=tuple(self._commits),
         )
 

@@ -80,6 +80,10 @@ class Verifier:
             self._summary = replace(self._summary, blocks=0, proved=0, oldest=())
         return self._summary
 
+    def proofs(self, replica: Replica | None) -> list[Proof]:
+        """Of every block of this replica, those first that weren't proved equal for the longest time."""
+        return [Proof(block, when) for block, when in self._proofs.items()] if self._is_of(replica) else []
+
     def begin(self) -> None:
         """A new incarnation: what is on its way is stale."""
         self._pending.clear()

@@ -13,7 +13,7 @@ import torch
 from support.shadow import JOB, TOKEN, FakeReceiver, Job, wait
 from support.trainer import Trainer, differing
 
-from checkmate import blocks
+from checkmate import blocks, status
 from checkmate.protocol import Boundary, Digests, Layout, Refused, decode
 from checkmate.shadow import verify as verify_module
 from checkmate.shadow.daemon import Shadow, ShadowConfig
@@ -89,9 +89,16 @@ def test_status_says_when_each_block_was_last_proved(job: Job, monkeypatch: pyte
     oldest = verified(job)["oldest"]
     assert [oldest[0][key] for key in ("name", "kind", "first_byte", "step")] == [name, kind, first, 3]
     assert oldest[0]["age_s"] > 0 and {line["step"] for line in oldest[1:]} == {4}
+    each = status.blocks(job.shadow._config.status)["blocks"]
+    assert each[0] == {**oldest[0], "age_s": each[0]["age_s"]}
+    assert sorted([line["name"], line["kind"], line["first_byte"]] for line in each) == sorted(
+        b[:3] for b in everything
+    )
+    assert [line["step"] for line in each] == [3] + [4] * (len(everything) - 1)
     send(job, everything)  # of another step
     wait(lambda: verified(job)["mismatches"], "differences")
     assert (verified(job)["blocks"], verified(job)["proved"]) == (0, 0), "no state, no proof"
+    assert status.blocks(job.shadow._config.status) == {"blocks": []}
 
 
 def test_blocks_never_proved_are_told(job: Job) -> None:
