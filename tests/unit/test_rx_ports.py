@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate import config
+from checkmate import native
 
 _SCENARIOS = Path(__file__).parents[1] / "support/rx_ports.py"
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces, veths and packet sockets"),
     pytest.mark.skipif(
-        not (Path(next(iter(config._lib.__path__))) / "libcheckmate_shadow.so").exists(), reason="built without DPDK"
+        not (Path(next(iter(native._lib.__path__))) / "libcheckmate_shadow.so").exists(), reason="built without DPDK"
     ),
 ]
 
