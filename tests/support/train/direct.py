@@ -130,7 +130,11 @@ class DirectClient:
     def begin(self, proposed: int, call_s: float) -> Begun:
         self.shadow.restart()
         committed = self.shadow.committed
-        return Begun(self.shadow.incarnation, committed, [] if committed is None else [[0, committed, committed]])
+        return Begun(
+            self.shadow.incarnation,
+            committed,
+            [] if committed is None else [[self.shadow.history, committed, committed]],
+        )
 
     def send_seed(
         self, incarnation: int, seed: Seed, tensors: Sequence[Tensor], on_open: Callable[[Any], None]
