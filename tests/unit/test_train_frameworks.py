@@ -9,6 +9,7 @@ import torch
 from support.train.fake_shadow import FakeShadow
 from support.train.model import build
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 import checkmate
@@ -29,13 +30,6 @@ class Wrapper(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
-
-
-class Wrapped:
-    """Stands for a DistributedDataParallel."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
 
 def test_a_wrapped_optimizer_is_one_optimizer_with_its_schedulers(shadow: FakeShadow) -> None:
@@ -62,21 +56,21 @@ def test_loaders_that_one_rank_reads_for_all_are_refused(shadow: FakeShadow, mon
     del loader
 
 
-def test_lightning_is_asked_for_the_callback() -> None:
+def test_lightning_is_asked_for_the_callback(group: None) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs checkmate[lightning]")
-    ddp: Any = Wrapped(lightning.LightningModule())
-    assert "give its Trainer checkmate.train.lightning.CheckmateCallback()" in (bootstrap._own_loop(ddp) or "")
+    module = lightning.LightningModule()
+    module.weight = nn.Parameter(torch.zeros(1))
+    for of in (module, DistributedDataParallel(module)):
+        assert "give its Trainer checkmate.train.lightning.CheckmateCallback()" in (bootstrap._own_loop(of) or "")
 
 
 def test_transformers_is_asked_for_the_callback_where_there_is_a_trainer(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="needs checkmate[accelerate]")
     trainer = transformers.Trainer(nn.Linear(1, 1), transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True))
-    ddp: Any = Wrapped(trainer.model)
-    assert "checkmate.train.huggingface.CheckmateCallback(trainer)" in (bootstrap._own_loop(ddp) or "")
+    assert "checkmate.train.huggingface.CheckmateCallback(trainer)" in (bootstrap._own_loop(trainer.model) or "")
     del trainer
 
 
 def test_others_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
-    ddp: Any = Wrapped(nn.Linear(1, 1))
-    assert bootstrap._own_loop(ddp) is None
+    assert bootstrap._own_loop(nn.Linear(1, 1)) is None
