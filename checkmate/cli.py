@@ -312,11 +312,7 @@ def costmodel(
     if as_json:
         print_json(costreport.as_dict(cluster, shown, outcomes))
     else:
-        Console().print(
-            costreport.figures_table(cluster, shown),
-            costreport.outcomes_table(outcomes),
-            sep="\n\n",
-        )
+        Console().print(costreport.figures_table(cluster, shown), costreport.outcomes_table(outcomes), sep="\n\n")
 
 
 def fail(error: CheckmateError) -> int:

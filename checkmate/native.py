@@ -37,6 +37,13 @@ def declarations(headers: Sequence[Traversable]) -> str:
     return "\n".join(line for line in lines if not line.startswith("#"))
 
 
+def bind(path: Path, headers: Sequence[Traversable]) -> tuple[FFI, Any]:
+    """The library at ``path`` and what its headers declare; see ``load``."""
+    ffi = FFI()
+    ffi.cdef(declarations(headers))
+    return ffi, load(ffi, path, headers)
+
+
 def load(ffi: FFI, path: Path, headers: Sequence[Traversable]) -> Any:
     """The library at ``path``, if it was built from these headers: with others, a call would write where it must not.
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from checkmate.config import CheckmateError
-from checkmate.tensors import dtype_of
+from checkmate.tensors import dtype_name, dtype_of
 
 _TAG = "~"
 _SCALARS = (type(None), bool, float, str, bytes)
@@ -104,7 +104,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
         raise CheckmateError(f"{where} is a sparse or quantized tensor, which cannot be stored")
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data}
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data": data}
 
 
 def _decode_tensor(fields: dict[str, Any]) -> torch.Tensor:

@@ -7,6 +7,7 @@ weights) is an entry of kind ``alias.FIRST_NAME`` without elements.
 """
 
 import contextlib
+import functools
 import math
 import mmap
 import socket
@@ -41,7 +42,7 @@ def describe(name: str, kind: str, tensor: Tensor) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TensorError(f"{kind} {name!r} is sparse or quantized: only plain tensors can be sent")
     stride = tensor.stride() if _is_dense(tensor) else _contiguous_stride(tensor.shape)
-    return [name, kind, _dtype_name(tensor.dtype), list(tensor.shape), list(stride)]
+    return [name, kind, dtype_name(tensor.dtype), list(tensor.shape), list(stride)]
 
 
 def manifest_bytes(manifest: Manifest) -> int:
@@ -199,13 +200,10 @@ def optimizer_class_name(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def step_threads(optimizer: torch.optim.Optimizer) -> int:
-    """Threads that decide the bits of a step: torch cuts a tensor among them, and rounds a piece's last elements, which
-    fill no vector, more often than others where they have 16 bits. 0: they don't matter.
-    """
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    narrow = any(param.dtype.itemsize < torch.float32.itemsize and param.device.type == "cpu" for param in params)
-    return torch.get_num_threads() if narrow else 0
+def rounds_by_place(param: Tensor) -> bool:
+    """Whether an element's place in a tensor shows in the bits of its steps: torch rounds those that fill no vector, at
+    a tensor's end or at that of a thread's part of it, more often than others where they have 16 bits."""
+    return param.dtype.itemsize < torch.float32.itemsize and param.device.type == "cpu"
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -229,7 +227,9 @@ def memory(tensor: Tensor) -> memoryview | None:
     return _flat_bytes(tensor.detach()).numpy().data if dense else None
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """``dtype_of``'s inverse: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -326,7 +326,7 @@ def _receive_into(sock: socket.socket, view: memoryview, what: str) -> None:
 
 def _pack_value(key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": _dtype_name(value.dtype)}
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, list | tuple):
         return tuple(_pack_value(key, item) for item in value)
     if isinstance(value, np.float32 | np.float16):
@@ -401,8 +401,8 @@ def _check_tensors(live: Mapping[tuple[str, str], Tensor], packed: Mapping[tuple
         have, want = live[kind, name], packed[kind, name]
         if have.shape != want.shape or have.dtype != want.dtype:
             problems.append(
-                f"{kind} {name!r} is {_dtype_name(have.dtype)} {list(have.shape)} in the model, "
-                f"{_dtype_name(want.dtype)} {list(want.shape)} in the checkpoint"
+                f"{kind} {name!r} is {dtype_name(have.dtype)} {list(have.shape)} in the model, "
+                f"{dtype_name(want.dtype)} {list(want.shape)} in the checkpoint"
             )
     _refuse(problems)
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cffi import FFI
-
 from checkmate import native
 from checkmate.config import CheckmateError
 
@@ -137,10 +135,7 @@ class About:
 
 @functools.cache
 def _load() -> tuple[Any, Any]:
-    ffi = FFI()
-    headers = [native.header("checkmate.persist", "src/api.h")]
-    ffi.cdef(native.declarations(headers))
-    return ffi, native.load(ffi, native.library(_LIBRARY), headers)
+    return native.bind(native.library(_LIBRARY), [native.header("checkmate.persist", "src/api.h")])
 
 
 class _Call:

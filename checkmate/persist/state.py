@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkmate import plain
 from checkmate.config import CheckmateError
-from checkmate.tensors import dtype_of
+from checkmate.tensors import dtype_name, dtype_of
 
 VERSION = 1
 _ALIGN = 16
@@ -217,16 +217,11 @@ def _end(tensor: Tensor) -> int:
 
 
 def _describe(tensor: Tensor, number: int, span: Span | None) -> list[Any]:
-    dtype, shape, stride = _name(tensor.dtype), tensor.shape, tensor.stride()
+    dtype, shape, stride = dtype_name(tensor.dtype), tensor.shape, tensor.stride()
     if span is None:
         return [-1, dtype, shape, stride, _name_of_device(tensor.device), False, False]
     first = tensor.storage_offset() - span.first // tensor.element_size()
     return [number, dtype, shape, stride, first, tensor.is_conj(), tensor.is_neg()]
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

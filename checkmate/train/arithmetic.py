@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate import arithmetic
-from checkmate.tensors import optimizer_class_name, pack_group
+from checkmate.tensors import dtype_name, optimizer_class_name, pack_group
 
 
 def measure(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -15,14 +15,14 @@ def measure(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
     Steps other parameters than the optimizer's, with its options.
     """
+    if any(param.device.type != "cpu" for group in optimizer.param_groups for param in group["params"]):
+        return None
     cases: list[arithmetic.Case] = []
     value = 0
     for group in optimizer.param_groups:
         options = {name: group[name] for name in optimizer.defaults if name in group} | {"lr": _lr(group["lr"])}
         for dtype in dict.fromkeys(param.dtype for param in group["params"]):
-            if any(param.device.type != "cpu" for param in group["params"]):
-                return None
-            case = [optimizer_class_name(optimizer), pack_group(options), str(dtype).removeprefix("torch.")]
+            case = [optimizer_class_name(optimizer), pack_group(options), dtype_name(dtype)]
             if case not in cases and len(cases) < arithmetic.MOST_CASES:
                 cases.append(case)
                 value = arithmetic.digest(_steps(type(optimizer), options, dtype), value)

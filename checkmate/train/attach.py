@@ -69,7 +69,7 @@ def attach_unless(
     TRACKER.install()
     model = replicated(ddp) if problem is None else None
     peers = Peers(getattr(model, "process_group", None), getattr(model, "device", torch.device("cpu")))
-    parts: tuple[Settings, list[Shard], TagPlugin, RankState, Masters] | None = None
+    parts: tuple[Settings, list[Shard], TagPlugin, RankState, Masters, dict[str, Any] | None] | None = None
     if model is not None:
         try:
             state = RankState(model.module, optimizer, stateful, peers.rank, peers.world)
@@ -77,15 +77,15 @@ def attach_unless(
             settings = Settings.from_environment()
             settings.check_members(peers.members, peers.job)
             shards = cut(model.module, len(settings.shadows))
-            parts = settings, shards, load_plugin(), state, Masters(model.module, masters)
+            copies = Masters(model.module, masters)
+            parts = settings, shards, load_plugin(), state, copies, arithmetic.measure(optimizer)
         except (CheckmateError, OSError) as error:
             problem = str(error)
     refusing = peers.find(problem is not None)
-    measured = arithmetic.measure(optimizer) if parts is not None and not refusing else None
-    if model is None or parts is None or refusing or (problem := _other_steps(measured, peers)) is not None:
+    if model is None or parts is None or refusing or (problem := _other_steps(parts[-1], peers)) is not None:
         TRACKER.remove()
         raise CheckmateError(problem or f"rank(s) {refusing} cannot attach: see their messages")
-    settings, shards, plugin, state, copies = parts
+    settings, shards, plugin, state, copies, measured = parts
     probe_rings(model, plugin)
     ATTACHED.add(ddp)
     client = functools.partial(Client, settings, rank=peers.rank, world=peers.world, arithmetic=measured)

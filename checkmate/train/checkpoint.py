@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from checkmate import metrics, plain
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Layout, Message, StepRecord
-from checkmate.tensors import named_state, pack_group, step_threads, unpack_state
+from checkmate.tensors import named_state, pack_group, rounds_by_place, unpack_state
 from checkmate.train.admission import Admission
 from checkmate.train.agreement import Position, Span, newest_position
 from checkmate.train.boundary import RankState
@@ -33,7 +33,7 @@ from checkmate.train.interchange import Start, state_dict
 from checkmate.train.link import RecordsLink
 from checkmate.train.masters import Masters
 from checkmate.train.peers import Peers
-from checkmate.train.reductions import Reductions, TagPlugin
+from checkmate.train.reductions import Owner, Reductions, TagPlugin
 from checkmate.train.seeder import Seeder
 from checkmate.train.shards import Shard
 from checkmate.train.watch import Watch
@@ -95,9 +95,12 @@ class Checkpoint:
         self._coordinator: Coordinator | None = None
         self._admission: Admission | None = None
         self._watch = Watch(ddp.module, optimizer, masters)
+        copied = masters.sources
+        stepped = [param for param in ddp.module.parameters() if param.requires_grad and id(param) not in copied]
+        self._threads_show = any(map(rounds_by_place, stepped + [copy for _, copy in masters.named]))
         self._changed_before = False
-        calls = plugin, lambda: self._step + 1, self._guard, self._supersede, masters
-        self._hook: Reductions = ShardReductions(ddp, *calls) if isinstance(ddp, Sharded) else GradientHook(ddp, *calls)
+        owner = Owner(plugin, lambda: self._step + 1, self._guard, self._supersede, masters)
+        self._hook: Reductions = ShardReductions(ddp, owner) if isinstance(ddp, Sharded) else GradientHook(ddp, owner)
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._undo = self._install()
         self._held = self._begin()
@@ -429,7 +432,7 @@ class Checkpoint:
             self._hook.absent() if is_used else [],
             self._hook.changes() if is_used else [],
             scaler,
-            step_threads(self._optimizer),
+            torch.get_num_threads() if self._threads_show else 0,
         )
         self._links.send(record)
 
@@ -588,10 +591,8 @@ class ForwardHook:
         self._work()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (
-            {},
-            "get",
-        )  # {}.get(module, args) leaves the arguments as they are; a file needs nothing of ours
+        # {}.get(module, args) leaves the arguments as they are, and a file needs nothing of ours.
+        return getattr, ({}, "get")
 
 
 def _before_group_goes(work: Callable[[], None]) -> Callable[[], None]:

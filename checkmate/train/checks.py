@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkmate import config
+from checkmate.tensors import rounds_by_place
 from checkmate.train import boundary, hsdp, registry
 from checkmate.train.compression import Compression, hook_name
 from checkmate.train.hsdp import ROADMAP, Replicated, Sharded
@@ -134,7 +135,7 @@ def _optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, masters: Map
             yield f"parameter group {index} is differentiable, which no shadow can be"
         if cls is torch.optim.SGD and group["fused"] and group["momentum"]:
             for param in group["params"]:
-                if param.device.type == "cpu" and param.dtype.itemsize < torch.float32.itemsize:
+                if rounds_by_place(param):
                     yield (
                         f"parameter group {index} is for torch's fused SGD with momentum and holds {param.dtype}: that "
                         "kernel rounds the momentum of a tensor's last elements differently each time; use foreach=True"

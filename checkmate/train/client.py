@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -100,8 +100,8 @@ class Client:
             challenge = _expect(Challenge, receive(sock))
             proof = prove(self.settings.token, challenge.nonce, purpose)
             shadows = max(1, len(self.settings.job_shadows))
-            who = Hello(self.settings.job, proof, purpose, self.rank, self.world, incarnation)
-            sock.sendall(replace(who, shadows=shadows, arithmetic=self.arithmetic).encode())
+            who = self.settings.job, proof, purpose, self.rank, self.world, incarnation
+            sock.sendall(Hello(*who, shadows=shadows, arithmetic=self.arithmetic).encode())
         except BaseException:
             sock.close()
             raise

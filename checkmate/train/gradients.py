@@ -87,11 +87,8 @@ class GradientTrail:
         if explained:
             self._spots.refresh()
         everything = sorted(name for name, param in self._params.values() if param.grad is not None)
-        names: list[str] | None = sorted(
-            self._params[id(p)][0] for p in params if id(p) in keys
-        )  # one that is listed twice, twice
-        names = None if names == everything else names
-        self._changes.append({**change, "params": names, "masters": self._of_masters})
+        names = sorted(self._params[id(p)][0] for p in params if id(p) in keys)  # one that is listed twice, twice
+        self._changes.append({**change, "params": None if names == everything else names, "masters": self._of_masters})
 
     def _as_expected(self) -> list[int]:
         now = self._now(self._params)

@@ -15,8 +15,7 @@ from checkmate.config import CheckmateError
 from checkmate.tensors import is_same
 from checkmate.train.buckets import ReadyOrder, broadcast_order, drop_hook
 from checkmate.train.compression import Compression
-from checkmate.train.masters import Masters
-from checkmate.train.reductions import Reductions, TagPlugin, after_finalize, line
+from checkmate.train.reductions import Owner, Reductions, after_finalize, line
 
 
 class Bucket(Protocol):
@@ -41,16 +40,8 @@ class Bucket(Protocol):
 class GradientHook(Reductions):
     """Communication hook of one DDP module; stands in for a hook of the user's that compresses."""
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        plugin: TagPlugin,
-        iteration: Callable[[], int],
-        guard: Callable[[Callable[[], None]], None],
-        superseded: Callable[[], None] = lambda: None,
-        masters: Masters | None = None,
-    ) -> None:
-        super().__init__(ddp.module, plugin, iteration, guard, superseded, masters)
+    def __init__(self, ddp: DistributedDataParallel, owner: Owner) -> None:
+        super().__init__(ddp.module, owner)
         self._ddp = ddp
         self._group = ddp.process_group
         self._world = dist.get_world_size(self._group)

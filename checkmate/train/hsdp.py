@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from checkmate.tensors import local
-from checkmate.train.masters import Masters
-from checkmate.train.reductions import Reductions, TagPlugin, after_finalize, line
+from checkmate.train.reductions import Owner, Reductions, after_finalize, line
 
 ROADMAP = (
     "use DistributedDataParallel, or fully_shard with a mesh of replicas and shards (HSDP); what comes next is in "
@@ -137,16 +136,8 @@ class ShardReductions(Reductions):
     of the parameters' data type with the same places.
     """
 
-    def __init__(
-        self,
-        model: Sharded,
-        plugin: TagPlugin,
-        iteration: Callable[[], int],
-        guard: Callable[[Callable[[], None]], None],
-        superseded: Callable[[], None] = lambda: None,
-        masters: Masters | None = None,
-    ) -> None:
-        super().__init__(model.module, plugin, iteration, guard, superseded, masters)
+    def __init__(self, model: Sharded, owner: Owner) -> None:
+        super().__init__(model.module, owner)
         self._parts = model.parts[::-1]  # in about the order of backward, as DDP numbers its buckets
         self._underway = False
         self._announced: dict[int, dict[str, Any]] = {}

@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import torch
 from torch import Tensor, nn
 
 from checkmate.protocol import Layout
+from checkmate.tensors import dtype_name
 from checkmate.train.gradients import Change, GradientTrail
 from checkmate.train.masters import Masters
 
@@ -43,29 +44,29 @@ class TagPlugin(Protocol):
         """Totals since the process started."""
 
 
-class Reductions:
-    """Names each bucket's bytes, tags its all-reduce, and tells whether a step can be followed; how gradients come into
-    buckets is a subclass's affair.
+class Owner(NamedTuple):
+    """Whom reductions serve.
 
     ``iteration`` tells the iteration that gradients are now for. ``guard`` runs what is not the reduction itself, so
     that no error of it reaches training. ``superseded`` is called when a reduction begins although none of the
-    gradients of the one before was used in a step.
+    gradients of the one before was used in a step. ``masters`` None: there are none.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plugin: TagPlugin,
-        iteration: Callable[[], int],
-        guard: Callable[[Callable[[], None]], None],
-        superseded: Callable[[], None] = lambda: None,
-        masters: Masters | None = None,
-    ) -> None:
+    plugin: TagPlugin
+    iteration: Callable[[], int]
+    guard: Callable[[Callable[[], None]], None]
+    superseded: Callable[[], None] = lambda: None
+    masters: Masters | None = None
+
+
+class Reductions:
+    """Names each bucket's bytes, tags its all-reduce, and tells whether a step can be followed; how gradients come into
+    buckets is a subclass's affair.
+    """
+
+    def __init__(self, module: nn.Module, owner: Owner) -> None:
         self._closed = False
-        self._superseded = superseded
-        self._guard = guard
-        self._plugin = plugin
-        self._iteration = iteration
+        self._plugin, self._iteration, self._guard, self._superseded, masters = owner
         self._params = {id(p): (name, p) for name, p in module.named_parameters() if p.requires_grad}
         self._frozen = {id(p): name for name, p in module.named_parameters() if not p.requires_grad}
         self._trail = GradientTrail(self._params)
@@ -174,7 +175,7 @@ class Reductions:
 def line(index: int, sent: Tensor, places: list[list[Any]]) -> dict[str, Any]:
     """Of a layout: a bucket of which ``sent`` is all-reduced; ``places``: name, first element and number of elements
     of each gradient."""
-    dtype = str(sent.dtype).removeprefix("torch.")
+    dtype = dtype_name(sent.dtype)
     return {"bucket": index, "bytes": sent.nbytes, "dtype": dtype, "params": places}
 
 

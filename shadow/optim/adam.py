@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from checkmate import native
 from checkmate.config import CheckmateError
-from checkmate.tensors import memory
+from checkmate.tensors import dtype_name, memory
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Kernel:
 
     def __init__(self, ffi: FFI, lib: Any) -> None:
         self._ffi = ffi
-        self._functions = {dtype: getattr(lib, f"ckm_adam_{_name(dtype)}") for dtype in READABLE}
+        self._functions = {dtype: getattr(lib, f"ckm_adam_{dtype_name(dtype)}") for dtype in READABLE}
 
     def place(self, theta: Tensor, m: Tensor, v: Tensor, copy: Tensor | None) -> Place:
         """Keeps nothing alive."""
@@ -147,11 +147,9 @@ class Kernel:
 @functools.cache
 def kernel() -> Kernel | None:
     """The kernel, proved; None, and a warning in the log, where it isn't built or isn't torch's to the bit."""
-    headers = [native.header("checkmate.shadow.optim", "api.h")]
-    ffi = FFI()
-    ffi.cdef(native.declarations(headers))
     try:
-        found = Kernel(ffi, native.load(ffi, native.library("libcheckmate_optim.so"), headers))
+        library = native.library("libcheckmate_optim.so")
+        found = Kernel(*native.bind(library, [native.header("checkmate.shadow.optim", "api.h")]))
         prove(found)
     except CheckmateError as error:
         log.warning("fused Adam is stepped by torch alone, which is slower: %s", error)
@@ -182,7 +180,7 @@ def prove(kernel: Kernel) -> None:
             if wrong := int((mine.view(bits) != its.view(bits)).sum()):
                 raise CheckmateError(
                     f"the kernel differs from this torch (CPU capability {torch.backends.cpu.get_cpu_capability()}) in "
-                    f"{wrong} of {mine.numel()} elements of {what} with {_name(dtype)} gradients and {group}"
+                    f"{wrong} of {mine.numel()} elements of {what} with {dtype_name(dtype)} gradients and {group}"
                 )
 
 
@@ -248,7 +246,3 @@ def _rest(tensor: Tensor) -> Tensor:
 def _run(pieces: Sequence[Any]) -> None:
     for function, grad, theta, m, v, copy, start, elements, by in pieces:
         function(theta + start, m + start, v + start, copy + start if copy else copy, grad + start, elements, by)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -295,8 +295,5 @@ def _load(name: str) -> tuple[FFI, Any]:
         if name == _WITH_PORTS:
             raise CheckmateError(f"{error} (ports need DPDK: on Debian `apt install libdpdk-dev dpdk`)") from None
         raise
-    ffi = FFI()
-    names = ["reassembly/api.h"] + ["rx/api.h"] * (name == _WITH_PORTS)
-    headers = [native.header("checkmate.shadow", each) for each in names]
-    ffi.cdef(native.declarations(headers))
-    return ffi, native.load(ffi, path, headers)
+    headers = ["reassembly/api.h"] + ["rx/api.h"] * (name == _WITH_PORTS)
+    return native.bind(path, [native.header("checkmate.shadow", each) for each in headers])

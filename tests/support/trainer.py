@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.protocol import Layout, Seed, StepRecord, receive
-from checkmate.tensors import is_same, named_state, pack_group, pack_state, step_threads
+from checkmate.tensors import is_same, named_state, pack_group, pack_state, rounds_by_place
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -91,11 +91,15 @@ class Trainer:
         self.net(torch.randn(4, 3, 5, 5).to(self._dtype)).square().mean().backward()
         layout, buckets = self._place()
         groups = [pack_group(group) for group in self.optimizer.param_groups]
-        record = StepRecord(self.step, layout.digest, groups, skip, threads=step_threads(self.optimizer))
+        record = StepRecord(self.step, layout.digest, groups, skip, threads=self._threads)
         if not skip:
             self.optimizer.step()
             self.scheduler.step()
         return Step(over_the_wire(record), over_the_wire(layout), buckets)
+
+    @property
+    def _threads(self) -> int:
+        return torch.get_num_threads() if any(map(rounds_by_place, self.net.parameters())) else 0
 
     def boundary(self, rank: int = 0) -> dict[str, Any]:
         """What this rank would send at its next forward."""

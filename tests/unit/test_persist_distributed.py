@@ -60,6 +60,11 @@ class Job:
                 rank.close()
 
 
+def gone(self: Coordinator, save: int, step: int) -> None:
+    """In place of ``commit``: the store died before it had the outcome."""
+    raise StoreError("the job's store failed: connection reset")
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
@@ -183,9 +188,6 @@ def test_a_rank_that_lost_its_file_keeps_all_from_beginning_anew(tmp_path: Path,
 def test_prepared_on_all_ranks_is_held_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store died between the vote and its outcome: nobody published, and nothing is lost."""
 
-    def gone(self: Coordinator, save: int, step: int) -> None:
-        raise StoreError("the job's store failed: connection reset")
-
     job = Job(tmp_path)
     job.save(1)
     with monkeypatch.context() as patch:
@@ -200,9 +202,6 @@ def test_prepared_on_all_ranks_is_held_by_all_ranks(tmp_path: Path, monkeypatch:
 
 def test_what_was_resumed_outlives_a_larger_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody had published it, and the first save after the restart makes the file anew, with its newest."""
-
-    def gone(self: Coordinator, save: int, step: int) -> None:
-        raise StoreError("the job's store failed: connection reset")
 
     job = Job(tmp_path)
     job.save(1)

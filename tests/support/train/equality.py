@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.tensors import is_same
 from checkmate.train.hook import GradientHook
+from checkmate.train.reductions import Owner
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -25,7 +26,7 @@ def gradients(hooked: bool, as_view: bool, batched: bool, to_none: bool) -> list
         model, gradient_as_bucket_view=as_view, batched_grad_copy=batched, bucket_cap_mb=0.0003
     )
     if hooked:
-        GradientHook(ddp, FakePlugin(), lambda: 1, lambda work: work())
+        GradientHook(ddp, Owner(FakePlugin(), lambda: 1, lambda work: work()))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(100 + RANK)
     seen = []
