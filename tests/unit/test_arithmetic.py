@@ -91,7 +91,9 @@ def test_a_trainer_that_calculates_otherwise_is_refused(what: str) -> None:
     capability, setting = OTHERS[what]
     environment = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
     script = MEASURE.format(setting=setting)
-    said = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, check=True, capture_output=True, text=True
+    )
     theirs = json.loads(said.stdout)
     assert theirs["of"].endswith(what)
     reason = problem(theirs)

@@ -176,3 +176,16 @@ def test_control_needs_no_torch(stage: str | None) -> None:
         [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_programs_in_tests_run_the_installed_package() -> None:
+    """`python -c` finds the checkout first, which is not whole: the stages lie in folders of their own."""
+    tests = Path(__file__).parents[1]
+    programs = [
+        f"{path.relative_to(tests)}:{node.lineno}"
+        for path in tests.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List)
+        if {"sys.executable", "'-c'"} <= (parts := {ast.unparse(part) for part in node.elts}) and "'-P'" not in parts
+    ]
+    assert not programs, programs

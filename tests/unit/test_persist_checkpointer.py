@@ -105,7 +105,9 @@ c.save({"t": torch.zeros(50_000)}, 2).result(60)
 
 def test_p1_killed_before_the_data_is_durable(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    done = subprocess.run([sys.executable, "-c", DYING, path], timeout=120, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DYING, path], timeout=120, check=False, capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with opened(path) as checkpointer:
         loaded = checkpointer.load()

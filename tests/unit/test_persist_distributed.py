@@ -257,7 +257,9 @@ c.save({"t": torch.zeros(9)}, 2).result(60)
 
 def test_p8_a_peer_that_dies_in_mid_commit(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-    peer = subprocess.Popen([sys.executable, "-c", PEER, str(tmp_path / "c"), str(store.port)], env=dict(os.environ))
+    peer = subprocess.Popen(
+        [sys.executable, "-P", "-c", PEER, str(tmp_path / "c"), str(store.port)], env=dict(os.environ)
+    )
     try:
         coordinator = Coordinator(store, 0, 2, "test", 60.0)
         options = Options(chunk_bytes=65536)

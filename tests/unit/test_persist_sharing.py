@@ -195,7 +195,7 @@ with Checkpointer(sys.argv[1], in_flight=1, options=Options(chunk_bytes=65536), 
 
 def test_a_forked_child_is_told_and_never_waits(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "c"],
+        [sys.executable, "-P", "-W", "ignore", "-c", FORKED, tmp_path / "c"],
         timeout=PATIENCE_S,
         capture_output=True,
         check=False,

@@ -222,7 +222,7 @@ def test_a_torch_with_other_arithmetic_is_noticed() -> None:
     """torch's code for processors without fused multiply-add rounds otherwise."""
     code = "from checkmate.shadow.optim import adam; print(adam.kernel())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "None\n", done.stderr
     assert "CPU capability DEFAULT" in done.stderr
