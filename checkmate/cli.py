@@ -24,7 +24,7 @@ from checkmate.config import CheckmateError
 from checkmate.persist_cli import Format
 from checkmate.persist_cli import app as persist_app
 from checkmate.plan_cli import plan
-from checkmate.status import blocks, query
+from checkmate.status import blocks, query, status_sockets
 from checkmate.status import export as export_state
 from checkmate.switch_cli import app as switch_app
 from checkmate.topology import load_topology
@@ -205,9 +205,15 @@ def shadow(
         pool_bytes=int(gradient_gb * 1e9) if gradient_gb else memory // 4,
         dscp=job.dscp_tag,
     )
-    shadow_config = ShadowConfig(job.job, token, node.control, socket, rx, threads)
+    groups = job.followed(node)
+    if not groups:
+        raise CheckmateError(f"shadow {name} is in no group of {topology}: name it in the shadows of one")
+    configs = [
+        ShadowConfig(job.job, token, job.control(node, group), path, rx, threads, group=group.name)
+        for group, path in zip(groups, status_sockets(socket, [group.name for group in groups]), strict=True)
+    ]
     macs = [nic.mac for nic in node.nics]
-    run_shadow(shadow_config, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
+    run_shadow(configs, lambda: RegistrarClient(job.registrar, job.job, name, macs, token))
 
 
 app.command()(plan)

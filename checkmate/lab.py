@@ -70,9 +70,9 @@ class LabConfig:
     """Size of a lab: ``ranks``, ``shadows``, links of ``mtu`` bytes, switch ``target`` ("ebpf" or "bmv2").
 
     ``ranks_per_host``: ranks that share a host, which has ``nics`` interfaces; the last host may have fewer ranks.
-    ``groups``: data-parallel groups of equal size, each with ``shadows`` of its own, of one rank on each host.
-    Consecutive ranks are in the same one, as those of a pipeline's stages; ``interleaved``: in different ones, as with
-    tensor parallelism and HSDP.
+    ``groups``: data-parallel groups of equal size. Consecutive ranks are in the same one, as those of a pipeline's
+    stages; ``interleaved``: in different ones, as with tensor parallelism and HSDP, and where a host has several ranks
+    it has as many of each group. ``shadows``: of each group, or, where groups share hosts, of all of them.
     ``placement`` None: everything runs where the kernel puts it.
     """
 
@@ -98,18 +98,26 @@ class LabConfig:
                 f"{self.ranks} ranks cannot be {self.groups} groups of equal size with {config.MIN_RANKS} ranks or "
                 "more; change one of the two"
             )
-        if self.groups > 1 and self.ranks_per_host > 1:
+        uneven = self.ranks_per_host % self.groups or self.ranks % self.ranks_per_host
+        if self.shares_hosts and (uneven or not self.interleaved):
             raise CheckmateError(
-                f"{self.groups} groups with {self.ranks_per_host} ranks on each host: a lab has several groups only "
-                "with one rank on each"
+                f"{self.groups} groups, {self.ranks_per_host} of {self.ranks} ranks on each host: groups share hosts "
+                "only when they are interleaved and each host has as many ranks of each; take interleaved groups and "
+                f"multiples of {self.groups} that divide {self.ranks}, or one rank on each host"
             )
+
+    @property
+    def shares_hosts(self) -> bool:
+        """Each host has ranks of all groups, which then have the same shadows."""
+        return self.groups > 1 and self.ranks_per_host > 1
 
 
 def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
     """Topology of a lab whose namespaces begin with ``prefix``."""
     hosts = tuple(_lab_host(lab, prefix, h) for h in range(-(-lab.ranks // lab.ranks_per_host)))
     first = len(hosts) * lab.nics + 1
-    shadows = tuple(_lab_shadow(prefix, first, s) for s in range(lab.shadows * lab.groups))
+    sets_of_shadows = 1 if lab.shares_hosts else lab.groups
+    shadows = tuple(_lab_shadow(prefix, first, s) for s in range(lab.shadows * sets_of_shadows))
     ports = range(1, first + 2 * len(shadows))
     names = [host.name for host in hosts for _ in range(host.ranks)]
     size = lab.ranks // lab.groups
@@ -130,7 +138,7 @@ def lab_topology(lab: LabConfig, prefix: str, directory: Path) -> Topology:
             Group(
                 f"dp{g}",
                 tuple(names[g :: lab.groups] if lab.interleaved else names[g * size :][:size]),
-                tuple(shadow.name for shadow in shadows[g * lab.shadows :][: lab.shadows]),
+                tuple(shadow.name for shadow in shadows[g % sets_of_shadows * lab.shadows :][: lab.shadows]),
             )
             for g in range(lab.groups)
         ),

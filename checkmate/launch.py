@@ -95,8 +95,7 @@ def job_environment(topology: Topology, job: Job, counter_map: Path | None) -> d
     if job.attach:
         values["CHECKMATE_JOB"] = topology.job
         values["CHECKMATE_TOKEN_FILE"] = str(topology.token_file)
-        of_groups = dict.fromkeys(name for group in topology.groups for name in group.shadows)
-        values["CHECKMATE_JOB_SHADOWS"] = topology.controls(of_groups)
+        values["CHECKMATE_JOB_SHADOWS"] = topology.controls(*topology.groups)
     if counter_map is not None:
         values["CHECKMATE_COUNTER_MAP"] = str(counter_map)
     return values
@@ -148,13 +147,6 @@ def _hosts(topology: Topology) -> list[str]:
 
 
 def _check_shadows(topology: Topology) -> None:
-    for shadow in topology.shadows:
-        followed = [group.name for group in topology.groups if shadow.name in group.shadows]
-        if len(followed) > 1:
-            raise CheckmateError(
-                f"shadow {shadow.name} is in the groups {', '.join(followed)}; a shadow follows one group: give each a "
-                "shadow of its own"
-            )
     without = [group.name for group in topology.groups if not group.shadows]
     if without and len(without) < len(topology.groups):
         raise CheckmateError(

@@ -81,7 +81,8 @@ class Hello(Message):
 
     ``shadows``: number of those of the job, which commit together. ``arithmetic``: what the rank's optimizer makes of
     known numbers (``checkmate.arithmetic``): {"of": text, "cases": [[class, hyperparameters, dtype], …], "digest":
-    CRC32C of parameters and state after them}; None: nobody knows, because they are on a GPU.
+    CRC32C of parameters and state after them}; None: nobody knows, because they are on a GPU. ``group``: name of the
+    rank's data-parallel group; empty where it has none.
     """
 
     TYPE: ClassVar[str] = "hello"
@@ -94,6 +95,7 @@ class Hello(Message):
     version: int = VERSION
     shadows: int = 1
     arithmetic: dict[str, Any] | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,14 @@ class Shadow:
         return Endpoint(self.management_ip, self.control_port)
 
 
+def group_number(name: str) -> int:
+    """What frames of the data-parallel group of this name carry (16 bits, ``ckm_group_number`` in wire.h)."""
+    number = 2166136261
+    for byte in name.encode():
+        number = (number ^ byte) * 16777619 & 0xFFFFFFFF
+    return (number >> 16 ^ number) & 0xFFFF
+
+
 @dataclass(frozen=True)
 class Group:
     """A data-parallel group: rank r runs on host ``ranks[r]``; its gradients go to every shadow in ``shadows``.

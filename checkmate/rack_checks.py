@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from checkmate import checked
-from checkmate.rack import SHADOW_NICS, Group, Host, Nic, Shadow, Switch
+from checkmate.rack import SHADOW_NICS, Group, Host, Nic, Shadow, Switch, group_number
 
 if TYPE_CHECKING:
     from checkmate.topology import Topology
@@ -17,6 +17,9 @@ PIPE_PORTS = 128
 """Tofino numbers its ports by pipe: pipe 0 from 0, pipe 1 from 128, and so on."""
 FRONT_PORTS = 64
 """The first of each pipe's numbers are lanes of front-panel ports; what follows recirculates or leads to the CPU."""
+
+_MAX_PORT = 65535
+"""Of TCP."""
 
 _At = tuple[str, Any]
 """A value and its path."""
@@ -42,6 +45,7 @@ def cross_check(topology: "Topology") -> list[str]:
         *_check_members(topology, groups),
         *_check_host_ranks(topology),
         *_check_told_apart(groups),
+        *_check_followed(topology),
     ]
 
 
@@ -194,3 +198,23 @@ def _check_told_apart(groups: list[tuple[str, Group]]) -> Iterator[str]:
                     "one; the switch cannot tell the two apart; put the same host first"
                 )
                 break
+
+
+def _check_followed(topology: "Topology") -> Iterator[str]:
+    """A shadow tells its groups apart by numbers made of their names, and has a control port for each."""
+    for path, shadow in _at("shadows", topology.shadows):
+        numbers: dict[int, str] = {}
+        followed = [group.name for group in topology.followed(shadow) if group.name]
+        for name in followed:
+            other = numbers.setdefault(group_number(name), name)
+            if other != name:
+                yield (
+                    f"groups: {path} follows {other!r} and {name!r}, whose frames look alike (a hash of the name of 16 "
+                    "bits); rename one"
+                )
+        last = (shadow.control_port or 0) + len(followed) - 1
+        if last > _MAX_PORT:
+            yield (
+                f"{path}.control_port: {shadow.control_port} is the first of {len(followed)}, one for each of its "
+                f"groups; allowed: 1 to {_MAX_PORT + 1 - len(followed)}"
+            )

@@ -64,7 +64,7 @@ def rank_environment(topology: Topology, rank: int, attach: bool = False) -> dic
     if max(group.host_ranks) > 1:
         values["CHECKMATE_HOST_RANKS"] = ",".join(map(str, group.host_ranks))
     if attach:
-        values["CHECKMATE_SHADOWS"] = topology.controls(group.shadows)
+        values["CHECKMATE_SHADOWS"] = topology.controls(group)
     return values
 
 

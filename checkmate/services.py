@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,7 @@ import yaml
 from checkmate.config import CheckmateError
 from checkmate.controlplane.preflight import check_machine, require
 from checkmate.lab import Lab, LabConfig, clean_stale, sigterm_interrupts
-from checkmate.status import query
+from checkmate.status import query, status_sockets
 
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -52,7 +52,7 @@ class Services:
         """Start a shadow (again)."""
         shadow = self.lab.topology.shadows[number]
         assert shadow.netns is not None
-        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self.shadow_sockets[number]]
+        arguments: list[str | Path] = ["shadow", "--name", shadow.name, "--socket", self._socket(number)]
         arguments += self._shadow_options
         self._spawn(_shadow_name(number), shadow.netns, *arguments)
 
@@ -67,9 +67,25 @@ class Services:
 
     @property
     def shadow_sockets(self) -> list[Path]:
-        """Status sockets of all shadows."""
-        count = len(self.lab.topology.shadows)
-        return [self.lab.directory / f"{_shadow_name(number)}.sock" for number in range(count)]
+        """Status sockets of all shadows, of each for all groups that it follows."""
+        return [socket for _, socket in self._followed()]
+
+    @property
+    def sockets_of(self) -> dict[str, list[Path]]:
+        """The same by name of the group."""
+        return {
+            group.name: [socket for name, socket in self._followed() if name == group.name]
+            for group in self.lab.topology.groups
+        }
+
+    def _followed(self) -> Iterator[tuple[str, Path]]:
+        for number, shadow in enumerate(self.lab.topology.shadows):
+            names = [group.name for group in self.lab.topology.followed(shadow)]
+            yield from zip(names, status_sockets(self._socket(number), names), strict=True)
+
+    def _socket(self, number: int) -> Path:
+        """What a shadow is given as its status socket."""
+        return self.lab.directory / f"{_shadow_name(number)}.sock"
 
     @property
     def controller_socket(self) -> Path:
@@ -116,7 +132,7 @@ class Services:
                 raise CheckmateError(f"the {name} ended with status {process.returncode}:\n{tail}")
 
     def shadow_status(self, number: int = 0) -> dict[str, Any] | None:
-        """A shadow's status, None while it does not answer."""
+        """What answers at the ``number``-th of ``shadow_sockets``, None while nobody does."""
         return _try_query(self.shadow_sockets[number])
 
     def controller_status(self) -> dict[str, Any] | None:
@@ -140,21 +156,14 @@ def serve_lab(config: LabConfig, say: Callable[[str], None]) -> None:
     command = f"{sys.executable} -P -m checkmate"
     with sigterm_interrupts(), suppress(KeyboardInterrupt), Lab(config, say=say) as lab:
         services = Services(lab).start()
-        groups = {
-            group.name: [
-                str(socket)
-                for shadow, socket in zip(lab.topology.shadows, services.shadow_sockets, strict=True)
-                if shadow.name in group.shadows
-            ]
-            for group in lab.topology.groups
-        }
+        sockets = services.sockets_of
         say(
             f"ready; in another terminal:\n"
             f"  nsenter --net=/run/netns/{lab.management} {command} run --bpf {lab.bpf} "
             f"--topology {services.topology_file} YOUR_SCRIPT.py\n"
             + "".join(f"  {command} status {socket}\n" for socket in services.shadow_sockets)
             + f"  {command} status {services.controller_socket}\n"
-            + "".join(f"  {command} export {' '.join(sockets)} {name}.pt\n" for name, sockets in groups.items())
+            + "".join(f"  {command} export {' '.join(map(str, of))} {name}.pt\n" for name, of in sockets.items())
             + f"logs are in {lab.directory}; Ctrl-C ends and removes all"
         )
         while True:

@@ -11,7 +11,7 @@ import select
 import socket
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ _EXPORT_S = 600.0
 _POLL_MS = 1000
 
 Handler = Callable[[Mapping[str, Any]], Any]
+
+
+def status_sockets(path: Path, groups: Sequence[str]) -> list[Path]:
+    """Where a shadow of these groups that was given this path answers for each: ``shadow.sock``, or of several groups
+    ``shadow.GROUP.sock``."""
+    return [path] if len(groups) == 1 else [path.with_name(f"{path.stem}.{name}{path.suffix}") for name in groups]
 
 
 def query(path: Path | str) -> dict[str, Any]:

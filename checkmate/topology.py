@@ -5,7 +5,6 @@ wrong at once. The dataclasses are plain values: every other part of Checkmate o
 """
 
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -99,9 +98,17 @@ class Topology:
         found: Shadow = rack.named(self.shadows, name, "shadow")
         return found
 
-    def controls(self, shadows: Iterable[str]) -> str:
-        """Control addresses of these shadows, as the environment of a rank lists them."""
-        return ",".join(str(self.shadow(name).control) for name in shadows)
+    def followed(self, shadow: Shadow) -> tuple[Group, ...]:
+        """Groups that the shadow follows, in the order of the file."""
+        return tuple(group for group in self.groups if shadow.name in group.shadows)
+
+    def control(self, shadow: Shadow, group: Group) -> Endpoint:
+        """Where the shadow talks to this group's ranks: each of its groups has a port, from the shadow's own on."""
+        return Endpoint(shadow.control.host, shadow.control.port + self.followed(shadow).index(group))
+
+    def controls(self, *groups: Group) -> str:
+        """Control addresses of these groups' shadows, as the environment of a rank lists them."""
+        return ",".join(str(self.control(self.shadow(name), group)) for group in groups for name in group.shadows)
 
     def read_token(self) -> bytes:
         """The shared job token; raises CheckmateError when the file is missing, too short or readable by all."""

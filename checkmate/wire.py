@@ -8,7 +8,7 @@ import numpy.typing as npt
 from checkmate.crc32c import crc32c
 
 MAGIC = 0x464D4B43
-VERSION = 2
+VERSION = 3
 FLAG_TAGGED = 0x01
 FLAG_PAYLOAD_CRC = 0x02
 FLAG_FIRST = 0x04
@@ -42,7 +42,7 @@ FRAME: np.dtype[np.void] = np.dtype(
         ("nranks", "<u2"),
         ("slices_per_chunk", "u1"),
         ("host_ranks", "u1"),
-        ("reserved", "u1", (2,)),
+        ("group", "<u2"),
         ("payload_crc", "<u4"),
         ("header_crc", "<u4"),
     ]

@@ -162,13 +162,23 @@ class _Hurried:
 
 
 class ControlServer:
-    """Listens from ``start`` to ``close``. Raises CheckmateError when the address can't be used."""
+    """Listens from ``start`` to ``close``. Raises CheckmateError when the address can't be used.
+
+    ``group``: name of the data-parallel group whose state is kept here; empty: of any.
+    """
 
     def __init__(
-        self, address: tuple[str, int], token: bytes, job: str, service: Service, limits: Limits | None = None
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        job: str,
+        service: Service,
+        limits: Limits | None = None,
+        group: str = "",
     ) -> None:
         self._token = token
         self._job = job
+        self._group = group
         self._service = service
         self._limits = limits or Limits()
         self._lock = threading.Lock()
@@ -340,7 +350,7 @@ class ControlServer:
             raise _Denied(f"expected hello, got {hello.TYPE}")
         if hello.version != VERSION:
             raise _Denied(f"protocol version {hello.version!r}: this shadow speaks {VERSION}; install the same release")
-        if not (isinstance(hello.purpose, str) and isinstance(hello.proof, bytes)):
+        if not (isinstance(hello.purpose, str) and isinstance(hello.proof, bytes) and isinstance(hello.group, str)):
             raise _Denied("malformed hello")
         if not hmac.compare_digest(prove(self._token, nonce, hello.purpose), hello.proof):
             raise _Denied("wrong job token; give the trainers the token file of the job")
@@ -364,6 +374,10 @@ class ControlServer:
             raise _Denied(f"this shadow has {self._limits.connections} connections, as many as it takes")
 
     def _admit(self, connection: _Connection, hello: Hello) -> None:
+        if hello.purpose != "commit" and self._group and hello.group not in ("", self._group):
+            raise _Denied(
+                f"group {hello.group!r}: this address of the shadow is for {self._group!r}; give both the same topology"
+            )
         reason = self._service.admit(hello)
         if reason is not None:
             raise _Denied(reason)

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -23,7 +23,7 @@ from checkmate.config import CheckmateError
 from checkmate.shadow.control import ControlServer, Limits
 from checkmate.shadow.engine import Commit, Committed, Engine, EventSource, Tuning
 from checkmate.shadow.optim.replica import warm_up
-from checkmate.shadow.rx.receiver import Receiver, RxConfig
+from checkmate.shadow.rx.receiver import Receiver, RxConfig, open_receivers
 from checkmate.shadow.verify import Proof, Verification
 from checkmate.status import StatusServer
 from checkmate.tensors import set_group
@@ -56,8 +56,11 @@ class Rx(EventSource, Protocol):
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """``control``: management address and port. ``status``: path of the local socket. ``threads``: of torch (None: all
-    cores but one for the receive thread). All is opened in the network namespace that the process is in.
+    """A shadow of one data-parallel group.
+
+    ``control``: management address and port. ``status``: path of the local socket. ``threads``: of torch (None: all
+    cores but one for the receive thread). ``group``: its name; empty: any. All is opened in the network namespace that
+    the process is in.
     """
 
     job: str
@@ -68,10 +71,11 @@ class ShadowConfig:
     threads: int | None = None
     tuning: Tuning = field(default_factory=Tuning)
     limits: Limits = field(default_factory=Limits)
+    group: str = ""
 
 
 class Shadow:
-    """All of one shadow, running inside ``with``.
+    """All of a shadow of one group, running inside ``with``.
 
     ``register`` connects to the control plane once the shadow can receive; None: nobody is told. Raises CheckmateError
     when an address, a port or the status socket can't be used.
@@ -95,10 +99,12 @@ class Shadow:
         with contextlib.ExitStack() as stack:  # closed in reverse: others wait for the engine, so it ends after them
             self._rx = self._make_receiver(config.rx)
             stack.callback(self._rx.close)
-            threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
-            self._engine = Engine(self._rx, replace(config.tuning, sets=config.rx.sets, threads=threads))
+            tuning = replace(config.tuning, sets=config.rx.sets, threads=config.threads or _spare_cores())
+            self._engine = Engine(self._rx, tuning)
             stack.callback(self._engine.stop)
-            self._control = ControlServer(config.control, config.token, config.job, self._engine, config.limits)
+            self._control = ControlServer(
+                config.control, config.token, config.job, self._engine, config.limits, config.group
+            )
             stack.callback(self._control.close)
             status = StatusServer(
                 config.status,
@@ -133,6 +139,7 @@ class Shadow:
         snapshot, now = self._engine.snapshot, time.monotonic()
         return {
             "job": self._config.job,
+            "group": self._config.group,
             "pid": os.getpid(),
             "uptime_s": round(now - self._started, 3),
             "incarnation": snapshot.incarnation,
@@ -196,22 +203,97 @@ class Shadow:
             self._registration.set_seeded(seeded)
 
 
-def run_shadow(config: ShadowConfig, register: Callable[[], Registration] | None = None) -> None:
-    """Run a shadow until SIGTERM or SIGINT, then shut down in order. Call it on the main thread.
+def run_shadow(configs: Sequence[ShadowConfig], register: Callable[[], Registration] | None = None) -> None:
+    """Run a shadow of these groups until SIGTERM or SIGINT, then shut down in order. Call it on the main thread.
 
-    Raises CheckmateError when it can't start, or when one of its threads ended.
+    The groups share ports and gradient buffers, those of the first one's ``rx``, and processors. Raises CheckmateError
+    when it can't start, or when one of its threads ended.
     """
     stop = threading.Event()
     handlers = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with Shadow(config, register) as shadow:
-            log.info("shadow of job %s listens on %s:%d", config.job, *shadow.control)
+        with _running(configs, register) as shadows:
+            for config, shadow in zip(configs, shadows, strict=True):
+                log.info("shadow of job %s, group %s, listens on %s:%d", config.job, config.group, *shadow.control)
             while not stop.wait(_WATCH_S):
-                if not shadow.alive:
+                if not all(shadow.alive for shadow in shadows):
                     raise CheckmateError("a thread of the shadow ended, see the log above; start the shadow again")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _running(configs: Sequence[ShadowConfig], register: Callable[[], Registration] | None) -> Iterator[list[Shadow]]:
+    groups = [config.group for config in configs]
+    with contextlib.ExitStack() as stack:
+        receivers = open_receivers(configs[0].rx, groups)
+        for receiver in receivers:
+            stack.callback(receiver.close)
+        node = None if register is None else _Node(register, len(groups))
+        threads = max(1, (configs[0].threads or _spare_cores()) // len(groups))
+        shadows = []
+        for config, receiver in zip(configs, receivers, strict=True):
+            join = None if node is None else node.join
+            shadow = Shadow(replace(config, threads=threads), join, lambda _, receiver=receiver: receiver)  # type: ignore[misc]
+            shadows.append(stack.enter_context(shadow))
+        yield shadows
+
+
+class _Node:
+    """The one registration of a shadow of several groups, as each of them sees it.
+
+    It is made when all have joined, because from then on the switch copies; and ended when the first leaves.
+    """
+
+    def __init__(self, register: Callable[[], Registration], groups: int) -> None:
+        self._register = register
+        self._registration: Registration | None = None
+        self._lock = threading.Lock()
+        self._seeded = [False] * groups
+        self._joined = 0
+
+    def join(self) -> Registration:
+        """The registration as the next group's."""
+        self._joined += 1
+        if self._joined == len(self._seeded):
+            self._registration = self._register()
+        return _Member(self, self._joined - 1)
+
+    @property
+    def mirrored(self) -> bool:
+        """The switch copies to this shadow."""
+        return self._registration is not None and self._registration.mirrored
+
+    def set_seeded(self, group: int, seeded: bool) -> None:
+        """One group's; the shadow is when all are."""
+        with self._lock:
+            self._seeded[group] = seeded
+            if self._registration is not None:
+                self._registration.set_seeded(all(self._seeded))
+
+    def close(self) -> None:
+        """Leave."""
+        if self._registration is not None:
+            self._registration.close()
+
+
+class _Member:
+    """A group's share in its node's registration."""
+
+    def __init__(self, node: _Node, group: int) -> None:
+        self._node = node
+        self._group = group
+        self.close = node.close
+
+    @property
+    def mirrored(self) -> bool:
+        """The switch copies to this shadow."""
+        return self._node.mirrored
+
+    def set_seeded(self, seeded: bool) -> None:
+        """Tell whether this group's state is complete and kept up to date."""
+        self._node.set_seeded(self._group, seeded)
 
 
 class _Listener:
@@ -275,6 +357,11 @@ def _proof(proof: Proof, now: float) -> dict[str, Any]:
     name, kind, first = proof.block
     step, age_s = (proof.when[0], round(now - proof.when[1], 3)) if proof.when else (None, None)
     return {"name": name, "kind": kind, "first_byte": first, "step": step, "age_s": age_s}
+
+
+def _spare_cores() -> int:
+    """All but one, which receives."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _resident_bytes() -> int:

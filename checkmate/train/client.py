@@ -101,7 +101,8 @@ class Client:
             proof = prove(self.settings.token, challenge.nonce, purpose)
             shadows = max(1, len(self.settings.job_shadows))
             who = self.settings.job, proof, purpose, self.rank, self.world, incarnation
-            sock.sendall(Hello(*who, shadows=shadows, arithmetic=self.arithmetic).encode())
+            about = Hello(*who, shadows=shadows, arithmetic=self.arithmetic, group=self.settings.group)
+            sock.sendall(about.encode())
         except BaseException:
             sock.close()
             raise

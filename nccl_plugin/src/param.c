@@ -40,6 +40,9 @@ static struct param params[CKM_PARAMS] = {
          "Ranks of the data-parallel communicator on each of its hosts, in the order of the ranks, "
          "separated by commas: 4,4 for eight ranks on two hosts. Empty: each rank has a host of its own.",
          TEXT, "", 0},
+    [CKM_GROUP] = {"CHECKMATE_GROUP", "",
+                   "Name of the data-parallel group: a shadow of several groups tells their frames apart by it.", TEXT,
+                   "", 0},
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -9,6 +9,7 @@ enum ckm_param {
     CKM_TIMEOUT_MS,
     CKM_SOCKET_BUFFER,
     CKM_HOST_RANKS,
+    CKM_GROUP,
     CKM_PARAMS,
 };
 

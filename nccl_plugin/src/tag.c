@@ -10,6 +10,7 @@
 #include "counters.h"
 #include "hosts.h"
 #include "nccl/common_abi.h"
+#include "param.h"
 
 /* A handle: magic (8 bits), kind (3), slot (12), generation (17), step (24). The magic makes it a non-canonical
  * address on every 64-bit platform. A slot's generation changes whenever it is filled again, and starts at a
@@ -41,6 +42,7 @@ struct context {
     uint64_t comm_id;
     uint32_t rank, nranks, gen;
     uint32_t host_ranks; /* on rank 0's host: ranks below this number; 0: not known */
+    uint16_t group;
     bool used;
     struct position positions[MAX_CHANNELS];
 };
@@ -196,6 +198,7 @@ void *ckm_tag_context(uint64_t comm_id, uint32_t rank, uint32_t nranks)
                                            .nranks = nranks,
                                            .gen = new_gen(),
                                            .host_ranks = ckm_first_host_ranks(nranks),
+                                           .group = ckm_group_number(ckm_param_text(CKM_GROUP)),
                                            .used = true};
             handle = make_handle(CKM_HANDLE_CONTEXT, i, contexts[i].gen, 0);
             profiled++;
@@ -378,6 +381,7 @@ static enum checkmate_reason start_op(const void *context_handle, const struct c
         .nranks = (uint16_t)context->nranks,
         .slices_per_chunk = CKM_SLICES_PER_CHUNK,
         .host_ranks = (uint8_t)context->host_ranks,
+        .group = context->group,
     };
     *handle = new_op(&frame, is_probe ? context_handle : NULL);
     return *handle ? CHECKMATE_REASONS : CHECKMATE_NO_ROOM;

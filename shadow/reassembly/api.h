@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 struct ckm_core;
+struct ckm_group; /* what a core holds of one data-parallel group; lives as long as the core */
 
 struct ckm_core_config {
     uint64_t max_op_bytes;   /* largest all-reduce that is accepted */
@@ -53,6 +54,7 @@ struct ckm_counters {
     uint64_t payload_bytes; /* of those */
     uint64_t ops;           /* completed all-reduces */
     uint64_t stale;         /* frames of another incarnation */
+    uint64_t foreign;       /* frames of a group that is none of the core's */
     uint64_t late;          /* frames of an operation that was already given up */
     uint64_t beyond;        /* frames of an iteration that nobody may be at yet */
     uint64_t duplicates;    /* segments that held nothing new */
@@ -74,9 +76,12 @@ struct ckm_counters {
 
 #pragma GCC visibility push(default)
 
-/* NULL when out of memory. */
-struct ckm_core *ckm_core_create(const struct ckm_core_config *config);
+/* Takes frames of these groups, by number (ckm_frame.group); of a single one all frames, whatever number they have.
+ * NULL when out of memory. */
+struct ckm_core *ckm_core_create(const struct ckm_core_config *config, const uint16_t *numbers, uint32_t ngroups);
 void ckm_core_destroy(struct ckm_core *core);
+/* By its place in numbers. */
+struct ckm_group *ckm_core_group(struct ckm_core *core, uint32_t index);
 
 /* Takes n Ethernet frames; nothing of them is kept by reference. */
 void ckm_core_feed(struct ckm_core *core, const uint8_t *const *packets, const uint32_t *lengths, uint32_t n,
@@ -87,23 +92,23 @@ uint64_t ckm_core_tick(struct ckm_core *core, uint64_t now_us);
 
 /* For who feeds: tells that no packet is waiting, and how many were lost in front of the core since the last call. */
 void ckm_core_note_idle(struct ckm_core *core, uint64_t drops);
-/* Raises damage that no stream shows, of no known iteration. */
+/* Raises damage that no stream shows, of no known iteration, in all groups. */
 void ckm_core_report(struct ckm_core *core, const char *reason, const char *where);
 
 /* Waits until an event is there, at most timeout_us; returns the number written to out. */
-int ckm_core_poll(struct ckm_core *core, struct ckm_event *out, int max, uint64_t timeout_us);
+int ckm_group_poll(struct ckm_group *group, struct ckm_event *out, int max, uint64_t timeout_us);
 /* Gives the buffer of a complete operation back; -1 when op is no complete operation. */
-int ckm_core_release(struct ckm_core *core, uint64_t op);
+int ckm_group_release(struct ckm_group *group, uint64_t op);
 /* Frames of other incarnations are dropped from now on; operations of others that are not complete are forgotten. */
-void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation);
+void ckm_group_set_incarnation(struct ckm_group *group, uint32_t incarnation);
 /* Frames of later iterations than this one are dropped from now on (at first none are): a wrong iteration number must
  * not move the window away from those that are being trained. */
-void ckm_core_expect(struct ckm_core *core, uint64_t iteration);
+void ckm_group_expect(struct ckm_group *group, uint64_t iteration);
 /* Forgets operations of iterations up to this one that are not complete, without reporting damage. */
-void ckm_core_discard(struct ckm_core *core, uint64_t iteration);
+void ckm_group_discard(struct ckm_group *group, uint64_t iteration);
 /* Writes what is missing of an iteration; empty when all that was seen of it is complete, or it is long past, or
  * another incarnation's. Returns the length as snprintf does. */
-int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size);
+int ckm_group_incomplete(struct ckm_group *group, uint32_t incarnation, uint64_t iteration, char *out, size_t size);
 void ckm_core_counters(struct ckm_core *core, struct ckm_counters *out);
 
 uint64_t ckm_now_us(void);

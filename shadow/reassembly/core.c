@@ -14,41 +14,58 @@ uint64_t ckm_now_us(void)
     return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
 }
 
-struct ckm_core *ckm_core_create(const struct ckm_core_config *config)
+static void init_group(struct ckm_group *group, struct ckm_core *core, uint16_t number)
 {
-    struct ckm_core *core = calloc(1, sizeof *core);
-    if (!core)
-        return NULL;
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&core->event, &monotonic);
+    pthread_cond_init(&group->event, &monotonic);
     pthread_condattr_destroy(&monotonic);
+    group->core = core;
+    group->number = number;
+    group->horizon = UINT64_MAX;
+}
+
+struct ckm_core *ckm_core_create(const struct ckm_core_config *config, const uint16_t *numbers, uint32_t ngroups)
+{
+    struct ckm_core *core = calloc(1, sizeof *core + ngroups * sizeof *core->groups);
+    if (!core)
+        return NULL;
     pthread_mutex_init(&core->lock, NULL);
     core->config = *config;
-    core->horizon = UINT64_MAX;
     core->pool.limit = config->pool_bytes;
+    core->ngroups = ngroups;
+    for (uint32_t i = 0; i < ngroups; i++)
+        init_group(&core->groups[i], core, numbers[i]);
     return core;
 }
 
 void ckm_core_destroy(struct ckm_core *core)
 {
-    ckm_flows_reset(core);
-    ckm_ops_free(core);
+    ckm_flows_free(core);
+    for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++) {
+        ckm_ops_free(group);
+        ckm_events_clear(&group->events);
+        pthread_cond_destroy(&group->event);
+    }
     ckm_layouts_clear(&core->layouts);
     ckm_pool_free(&core->pool);
-    ckm_events_clear(&core->events);
-    pthread_cond_destroy(&core->event);
     pthread_mutex_destroy(&core->lock);
     free(core);
+}
+
+struct ckm_group *ckm_core_group(struct ckm_core *core, uint32_t index)
+{
+    return &core->groups[index];
 }
 
 /* After anything that may have freed a set or raised an event; unlocks. */
 static void settle_and_unlock(struct ckm_core *core, uint64_t now_us)
 {
     ckm_flows_retry(core, now_us);
-    if (ckm_events_waiting(&core->events))
-        pthread_cond_signal(&core->event);
+    for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++)
+        if (ckm_events_waiting(&group->events))
+            pthread_cond_signal(&group->event);
     pthread_mutex_unlock(&core->lock);
 }
 
@@ -111,7 +128,8 @@ void ckm_core_note_idle(struct ckm_core *core, uint64_t drops)
 void ckm_core_report(struct ckm_core *core, const char *reason, const char *where)
 {
     pthread_mutex_lock(&core->lock);
-    ckm_damage(core, core->incarnation, NULL, NULL, reason, where);
+    for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++)
+        ckm_damage(group, group->incarnation, NULL, NULL, reason, where);
     settle_and_unlock(core, ckm_now_us());
 }
 
@@ -125,60 +143,60 @@ static struct timespec deadline_after(uint64_t timeout_us)
     return at;
 }
 
-int ckm_core_poll(struct ckm_core *core, struct ckm_event *out, int max, uint64_t timeout_us)
+int ckm_group_poll(struct ckm_group *group, struct ckm_event *out, int max, uint64_t timeout_us)
 {
     struct timespec deadline = deadline_after(timeout_us);
     int n = 0;
-    pthread_mutex_lock(&core->lock);
-    while (!ckm_events_waiting(&core->events))
-        if (pthread_cond_timedwait(&core->event, &core->lock, &deadline))
+    pthread_mutex_lock(&group->core->lock);
+    while (!ckm_events_waiting(&group->events))
+        if (pthread_cond_timedwait(&group->event, &group->core->lock, &deadline))
             break;
-    while (n < max && ckm_events_get(&core->events, &out[n]))
+    while (n < max && ckm_events_get(&group->events, &out[n]))
         n++;
-    pthread_mutex_unlock(&core->lock);
+    pthread_mutex_unlock(&group->core->lock);
     return n;
 }
 
-int ckm_core_release(struct ckm_core *core, uint64_t op)
+int ckm_group_release(struct ckm_group *group, uint64_t op)
 {
-    pthread_mutex_lock(&core->lock);
-    int result = ckm_ops_release(core, op);
-    settle_and_unlock(core, ckm_now_us());
+    pthread_mutex_lock(&group->core->lock);
+    int result = ckm_ops_release(group, op);
+    settle_and_unlock(group->core, ckm_now_us());
     return result;
 }
 
-void ckm_core_set_incarnation(struct ckm_core *core, uint32_t incarnation)
+void ckm_group_set_incarnation(struct ckm_group *group, uint32_t incarnation)
 {
-    pthread_mutex_lock(&core->lock);
-    if (incarnation != core->incarnation) {
-        ckm_ops_reset(core);
-        ckm_flows_reset(core);
-        core->incarnation = incarnation;
-        core->late_iteration = 0;
+    pthread_mutex_lock(&group->core->lock);
+    if (incarnation != group->incarnation) {
+        ckm_ops_reset(group);
+        ckm_flows_reset(group);
+        group->incarnation = incarnation;
+        group->late_iteration = 0;
     }
-    settle_and_unlock(core, ckm_now_us());
+    settle_and_unlock(group->core, ckm_now_us());
 }
 
-void ckm_core_expect(struct ckm_core *core, uint64_t iteration)
+void ckm_group_expect(struct ckm_group *group, uint64_t iteration)
 {
-    pthread_mutex_lock(&core->lock);
-    core->horizon = iteration;
-    pthread_mutex_unlock(&core->lock);
+    pthread_mutex_lock(&group->core->lock);
+    group->horizon = iteration;
+    pthread_mutex_unlock(&group->core->lock);
 }
 
-void ckm_core_discard(struct ckm_core *core, uint64_t iteration)
+void ckm_group_discard(struct ckm_group *group, uint64_t iteration)
 {
-    pthread_mutex_lock(&core->lock);
-    ckm_ops_discard(core, iteration);
-    settle_and_unlock(core, ckm_now_us());
+    pthread_mutex_lock(&group->core->lock);
+    ckm_ops_discard(group, iteration);
+    settle_and_unlock(group->core, ckm_now_us());
 }
 
-static size_t describe_incomplete(const struct ckm_core *core, uint64_t iteration, char *out, size_t size)
+static size_t describe_incomplete(const struct ckm_group *group, uint64_t iteration, char *out, size_t size)
 {
     size_t used = 0;
     int seen = 0;
-    for (const struct ckm_op *op = core->ops.first; op; op = op->next) {
-        if (op->incarnation != core->incarnation || op->iteration != iteration)
+    for (const struct ckm_op *op = group->ops.first; op; op = op->next) {
+        if (op->incarnation != group->incarnation || op->iteration != iteration)
             continue;
         seen = 1;
         if (op->state != CKM_OP_FILLING && op->state != CKM_OP_DAMAGED)
@@ -186,20 +204,20 @@ static size_t describe_incomplete(const struct ckm_core *core, uint64_t iteratio
         ckm_append(out, size, &used, "%s", used ? "\n" : "");
         ckm_op_describe_missing(op, out, size, &used);
     }
-    if (!seen && iteration + core->config.sets > core->ops.newest)
+    if (!seen && iteration + group->core->config.sets > group->ops.newest)
         ckm_append(out, size, &used, "iteration %" PRIu64 ": nothing has arrived", iteration);
     if (used)
-        ckm_flows_describe(core, out, size, &used);
+        ckm_flows_describe(group, out, size, &used);
     return used;
 }
 
-int ckm_core_incomplete(struct ckm_core *core, uint32_t incarnation, uint64_t iteration, char *out, size_t size)
+int ckm_group_incomplete(struct ckm_group *group, uint32_t incarnation, uint64_t iteration, char *out, size_t size)
 {
     if (size)
         out[0] = 0;
-    pthread_mutex_lock(&core->lock);
-    size_t used = incarnation == core->incarnation ? describe_incomplete(core, iteration, out, size) : 0;
-    pthread_mutex_unlock(&core->lock);
+    pthread_mutex_lock(&group->core->lock);
+    size_t used = incarnation == group->incarnation ? describe_incomplete(group, iteration, out, size) : 0;
+    pthread_mutex_unlock(&group->core->lock);
     return (int)used;
 }
 

@@ -42,9 +42,9 @@ static int is_filling(const struct ckm_flow *flow)
 
 /* The iteration that bytes lost behind the newest frame belong to, NULL when they don't tell: what followed a complete
  * operation is of another one. */
-static const uint64_t *iteration_behind(struct ckm_core *core, const struct ckm_flow *flow)
+static const uint64_t *iteration_behind(const struct ckm_flow *flow)
 {
-    const struct ckm_op *op = flow->has_last ? ckm_op_find(core, flow->last_iteration, flow->last_bucket) : NULL;
+    const struct ckm_op *op = flow->has_last ? ckm_op_find(flow->group, flow->last_iteration, flow->last_bucket) : NULL;
     return op && op->state != CKM_OP_COMPLETE && op->state != CKM_OP_RELEASED ? &flow->last_iteration : NULL;
 }
 
@@ -62,16 +62,18 @@ static void damage(struct ckm_core *core, struct ckm_flow *flow, const char *rea
         ckm_append(where, sizeof where, &used, ", in channel %u loop %u chunk %u slice %u", h->channel, p.loop, p.chunk,
                    p.slice);
         append_causes(core, where, sizeof where, &used);
-        ckm_op_damage(core, flow->op, reason, where);
+        ckm_op_damage(flow->group, flow->op, reason, where);
         return;
     }
     append_causes(core, where, sizeof where, &used);
-    ckm_damage(core, core->incarnation, iteration_behind(core, flow), NULL, reason, where);
+    for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++)
+        if (!flow->identified || flow->group == group)
+            ckm_damage(group, group->incarnation, iteration_behind(flow), NULL, reason, where);
 }
 
-static int is_stale(const struct ckm_core *core, const struct ckm_flow *flow)
+static int is_stale(const struct ckm_flow *flow)
 {
-    return flow->identified && flow->incarnation != core->incarnation;
+    return flow->identified && (!flow->group || flow->incarnation != flow->group->incarnation);
 }
 
 static void leave_frame(struct ckm_flow *flow)
@@ -101,7 +103,7 @@ static void finish_frame(struct ckm_core *core, struct ckm_flow *flow)
         if (flow->crc == h->payload_crc) {
             core->counters.frames++;
             core->counters.payload_bytes += h->payload_len;
-            ckm_op_received(core, flow->op, h->payload_len);
+            ckm_op_received(flow->group, flow->op, h->payload_len);
         } else {
             char detail[128];
             snprintf(detail, sizeof detail, "bytes %" PRIu64 "..%" PRIu64, flow->next_offset - h->payload_len,
@@ -129,11 +131,11 @@ static void refuse_header(struct ckm_core *core, struct ckm_flow *flow, const ch
     describe(flow, text);
     snprintf(where, sizeof where, "%s: frame at byte %" PRIu64, text, flow->next_offset - CKM_HEADER_BYTES);
     core->counters.header_errors++;
-    struct ckm_op *op = ckm_op_find(core, h->iteration, h->bucket);
+    struct ckm_op *op = ckm_op_find(flow->group, h->iteration, h->bucket);
     if (op && op->state == CKM_OP_FILLING)
-        ckm_op_damage(core, op, error, where);
+        ckm_op_damage(flow->group, op, error, where);
     else
-        ckm_damage(core, h->incarnation, &h->iteration, &h->bucket, error, where);
+        ckm_damage(flow->group, h->incarnation, &h->iteration, &h->bucket, error, where);
 }
 
 static void count_gap(struct ckm_core *core, uint64_t bytes)
@@ -152,21 +154,35 @@ static void settle_loss(struct ckm_core *core, struct ckm_flow *flow, struct ckm
     describe(flow, text);
     snprintf(where, sizeof where, "%s: bytes %" PRIu64 "..%" PRIu64 " before channel %u step %u", text, flow->lost_from,
              flow->lost_to, h->channel, h->step);
-    struct ckm_op *before = flow->has_last ? ckm_op_find(core, flow->last_iteration, flow->last_bucket) : NULL;
+    struct ckm_op *before = flow->has_last ? ckm_op_find(flow->group, flow->last_iteration, flow->last_bucket) : NULL;
     if (before && before != op)
-        ckm_op_damage(core, before, "bytes were lost", where);
+        ckm_op_damage(flow->group, before, "bytes were lost", where);
     /* A flow carries one channel, and its frames of an operation start in loop 0, with the round that it tags first. */
     uint32_t round = ckm_first_tagged_round(h->flags & CKM_FLAG_FIRST, h->host_ranks);
     int is_first = h->step == (h->nranks - 1u + round) * h->slices_per_chunk;
     if (op && (before == op || !is_first))
-        ckm_op_damage(core, op, "bytes were lost", where);
+        ckm_op_damage(flow->group, op, "bytes were lost", where);
     else if (!flow->has_last)
-        ckm_damage(core, core->incarnation, &h->iteration, NULL, "stream starts in the middle", where);
+        ckm_damage(flow->group, h->incarnation, &h->iteration, NULL, "stream starts in the middle", where);
 }
 
-static void identify(struct ckm_flow *flow)
+static struct ckm_group *group_of(struct ckm_core *core, uint16_t number)
+{
+    if (core->ngroups == 1)
+        return core->groups;
+    for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++)
+        if (group->number == number)
+            return group;
+    return NULL;
+}
+
+static void identify(struct ckm_core *core, struct ckm_flow *flow)
 {
     const struct ckm_frame *h = &flow->header.fields;
+    struct ckm_group *group = group_of(core, h->group);
+    if (group != flow->group)
+        flow->has_last = 0;
+    flow->group = group;
     if (flow->next_offset == CKM_HEADER_BYTES)
         flow->first_crc = h->header_crc;
     flow->identified = 1;
@@ -200,9 +216,9 @@ static int claim(struct ckm_core *core, struct ckm_flow *flow, int force)
 {
     const struct ckm_frame *h = &flow->header.fields;
     char error[160], text[FLOW_TEXT];
-    identify(flow);
-    if (h->incarnation != core->incarnation || h->incarnation == 0) {
-        core->counters.stale++;
+    identify(core, flow);
+    if (is_stale(flow) || h->incarnation == 0) {
+        *(flow->group ? &core->counters.stale : &core->counters.foreign) += 1;
         flow->lost_from = flow->lost_to = 0;
         skip_payload(flow);
         return 1;
@@ -214,7 +230,7 @@ static int claim(struct ckm_core *core, struct ckm_flow *flow, int force)
     }
     describe(flow, text);
     struct ckm_op *op = NULL;
-    enum ckm_claim answer = ckm_op_claim(core, h, text, force, &op, &flow->dst);
+    enum ckm_claim answer = ckm_op_claim(flow->group, h, text, force, &op, &flow->dst);
     if (answer == CKM_CLAIM_WAIT)
         return 0;
     if (flow->lost_from != flow->lost_to)
@@ -252,7 +268,7 @@ static void header_is_bad(struct ckm_core *core, struct ckm_flow *flow)
         char detail[96];
         snprintf(detail, sizeof detail, "bytes %" PRIu64 "..%" PRIu64, at, flow->next_offset);
         core->counters.header_errors++;
-        if (!is_stale(core, flow))
+        if (!is_stale(flow))
             damage(core, flow, "no valid frame header where one must be", detail);
         seek_from(flow, at);
     }
@@ -355,7 +371,7 @@ static void skip_hole(struct ckm_core *core, struct ckm_flow *flow, uint64_t to)
     snprintf(detail, sizeof detail, "bytes %" PRIu64 "..%" PRIu64, from, to);
     int inside = flow->state == CKM_FLOW_PAYLOAD && lost <= flow->left;
     /* A flow without a valid header yet may be an old job's: the hole counts when one of this job is found. */
-    int known = flow->identified && !is_stale(core, flow);
+    int known = flow->identified && !is_stale(flow);
     if (known)
         count_gap(core, lost);
     if (inside ? is_filling(flow) : known && flow->state != CKM_FLOW_SEEK)
@@ -543,8 +559,8 @@ void ckm_flows_segment(struct ckm_core *core, const struct ckm_segment *segment,
 
 void ckm_flows_retry(struct ckm_core *core, uint64_t now_us)
 {
-    while (core->ops.freed) {
-        core->ops.freed = 0;
+    while (core->freed) {
+        core->freed = 0;
         for (struct ckm_flow *flow = core->flows.first; flow; flow = flow->next)
             if (flow->blocked_us)
                 advance(core, flow, 0, now_us);
@@ -575,16 +591,28 @@ uint64_t ckm_flows_tick(struct ckm_core *core, uint64_t now_us)
     return next == UINT64_MAX ? next : next - now_us;
 }
 
-void ckm_flows_reset(struct ckm_core *core)
+void ckm_flows_reset(struct ckm_group *group)
+{
+    struct ckm_core *core = group->core;
+    for (struct ckm_flow *flow = core->flows.first, *next; flow; flow = next) {
+        next = flow->next;
+        if (!flow->group || flow->group == group)
+            remove_flow(core, flow, "flow was forgotten");
+    }
+}
+
+void ckm_flows_free(struct ckm_core *core)
 {
     while (core->flows.first)
         remove_flow(core, core->flows.first, "flow was forgotten");
 }
 
-void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, size_t *used)
+void ckm_flows_describe(const struct ckm_group *group, char *out, size_t size, size_t *used)
 {
-    for (const struct ckm_flow *flow = core->flows.first; flow; flow = flow->next) {
+    for (const struct ckm_flow *flow = group->core->flows.first; flow; flow = flow->next) {
         char text[FLOW_TEXT];
+        if (flow->identified && flow->group != group)
+            continue;
         describe(flow, text);
         if (flow->blocked_us)
             ckm_append(out, size, used, "\n%s: waits for a free gradient set at byte %" PRIu64, text,
@@ -598,5 +626,5 @@ void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, siz
         else if (flow->state == CKM_FLOW_SEEK)
             ckm_append(out, size, used, "\n%s: no valid frame since byte %" PRIu64, text, flow->lost_from);
     }
-    append_causes(core, out, size, used);
+    append_causes(group->core, out, size, used);
 }

@@ -33,7 +33,8 @@ struct ckm_flow {
     uint32_t crc;  /* of the payload placed so far, but for the last unchecked bytes */
     uint32_t unchecked;
 
-    int identified; /* a valid header was seen; first_crc is of the one at offset 0, 0: none seen */
+    int identified;          /* a valid header was seen; first_crc is of the one at offset 0, 0: none seen */
+    struct ckm_group *group; /* that its frames are of; NULL: not known, or none of the core's */
     uint32_t incarnation, first_crc;
     uint64_t comm_id;
     uint64_t last_iteration; /* of the newest frame of the present incarnation */
@@ -55,9 +56,10 @@ void ckm_flows_segment(struct ckm_core *core, const struct ckm_segment *segment,
 void ckm_flows_retry(struct ckm_core *core, uint64_t now_us);
 /* Gives up what has waited too long; microseconds until the next such moment, UINT64_MAX: none. */
 uint64_t ckm_flows_tick(struct ckm_core *core, uint64_t now_us);
-/* Forgets all flows. */
-void ckm_flows_reset(struct ckm_core *core);
-/* Appends what flows wait for, and causes. */
-void ckm_flows_describe(const struct ckm_core *core, char *out, size_t size, size_t *used);
+/* Forgets flows of this group, and those that no group is known of. */
+void ckm_flows_reset(struct ckm_group *group);
+void ckm_flows_free(struct ckm_core *core);
+/* Appends what flows that may be the group's wait for, and causes. */
+void ckm_flows_describe(const struct ckm_group *group, char *out, size_t size, size_t *used);
 
 #endif

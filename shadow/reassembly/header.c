@@ -65,8 +65,8 @@ int ckm_header_check(const struct ckm_frame *h, uint64_t max_op_bytes, char *err
     if (h->version != CKM_WIRE_VERSION)
         bad = snprintf(error, size, "version %u of the frame header, only %u is understood", h->version,
                        CKM_WIRE_VERSION);
-    else if ((h->flags & ~CKM_FLAG_FIRST) != flags || h->reserved[0] || h->reserved[1])
-        bad = snprintf(error, size, "flags 0x%02x or reserved bytes: must be 0x%02x and 0", h->flags, flags);
+    else if ((h->flags & ~CKM_FLAG_FIRST) != flags)
+        bad = snprintf(error, size, "flags 0x%02x: must be 0x%02x", h->flags, flags);
     else if (h->protocol != PROTOCOL_SIMPLE)
         bad = snprintf(error, size, "protocol %u: only Simple (%u) carries plain data", h->protocol, PROTOCOL_SIMPLE);
     else

@@ -23,7 +23,7 @@ void ckm_append(char *out, size_t size, size_t *used, const char *format, ...)
     *used += written > 0 ? (size_t)written : 0;
 }
 
-void ckm_damage(struct ckm_core *core, uint32_t incarnation, const uint64_t *iteration, const uint32_t *bucket,
+void ckm_damage(struct ckm_group *group, uint32_t incarnation, const uint64_t *iteration, const uint32_t *bucket,
                 const char *reason, const char *where)
 {
     struct ckm_event event = {
@@ -36,8 +36,8 @@ void ckm_damage(struct ckm_core *core, uint32_t incarnation, const uint64_t *ite
     };
     snprintf(event.reason, sizeof event.reason, "%s", reason);
     snprintf(event.where, sizeof event.where, "%s", where);
-    core->counters.damages++;
-    ckm_events_put(&core->events, &event);
+    group->core->counters.damages++;
+    ckm_events_put(&group->events, &event);
 }
 
 /* The table */
@@ -48,9 +48,9 @@ static struct ckm_op **chain_of(struct ckm_ops *ops, uint64_t iteration, uint32_
     return &ops->chains[(hash >> 32) % CKM_OP_CHAINS];
 }
 
-struct ckm_op *ckm_op_find(struct ckm_core *core, uint64_t iteration, uint32_t bucket)
+struct ckm_op *ckm_op_find(struct ckm_group *group, uint64_t iteration, uint32_t bucket)
 {
-    struct ckm_op *op = *chain_of(&core->ops, iteration, bucket);
+    struct ckm_op *op = *chain_of(&group->ops, iteration, bucket);
     while (op && (op->iteration != iteration || op->bucket != bucket))
         op = op->chain;
     return op;
@@ -65,11 +65,11 @@ static void unchain(struct ckm_ops *ops, struct ckm_op *op)
         *link = op->chain;
 }
 
-static void free_contents(struct ckm_core *core, struct ckm_op *op)
+static void free_contents(struct ckm_group *group, struct ckm_op *op)
 {
     if (op->buffer) {
-        ckm_pool_give(&core->pool, op->buffer);
-        core->ops.freed = 1;
+        ckm_pool_give(&group->core->pool, op->buffer);
+        group->core->freed = 1;
     }
     ckm_layout_unref(op->layout);
     free(op->seen);
@@ -86,26 +86,26 @@ void ckm_op_unref(struct ckm_op *op)
         free(op);
 }
 
-static void remove_op(struct ckm_core *core, struct ckm_op *op)
+static void remove_op(struct ckm_group *group, struct ckm_op *op)
 {
-    struct ckm_ops *ops = &core->ops;
+    struct ckm_ops *ops = &group->ops;
     unchain(ops, op);
     *(op->prev ? &op->prev->next : &ops->first) = op->next;
     *(op->next ? &op->next->prev : &ops->last) = op->prev;
     ops->count--;
-    free_contents(core, op);
+    free_contents(group, op);
     op->state = CKM_OP_DAMAGED; /* for frames that still refer to it */
     ckm_op_unref(op);
 }
 
-void ckm_op_damage(struct ckm_core *core, struct ckm_op *op, const char *reason, const char *where)
+void ckm_op_damage(struct ckm_group *group, struct ckm_op *op, const char *reason, const char *where)
 {
     if (op->state != CKM_OP_FILLING)
         return;
-    free_contents(core, op);
+    free_contents(group, op);
     op->state = CKM_OP_DAMAGED;
     snprintf(op->why, sizeof op->why, "%s", reason);
-    ckm_damage(core, op->incarnation, &op->iteration, &op->bucket, reason, where);
+    ckm_damage(group, op->incarnation, &op->iteration, &op->bucket, reason, where);
 }
 
 /* Admission of new operations */
@@ -115,43 +115,43 @@ static int is_live(const struct ckm_op *op)
     return op->state == CKM_OP_FILLING || op->state == CKM_OP_COMPLETE;
 }
 
-static int is_past(const struct ckm_core *core, uint64_t iteration, uint64_t newest)
+static int is_past(const struct ckm_group *group, uint64_t iteration, uint64_t newest)
 {
-    return newest >= core->config.sets && iteration <= newest - core->config.sets;
+    return newest >= group->core->config.sets && iteration <= newest - group->core->config.sets;
 }
 
-static void give_up_op(struct ckm_core *core, struct ckm_op *op, uint64_t iteration)
+static void give_up_op(struct ckm_group *group, struct ckm_op *op, uint64_t iteration)
 {
     char reason[160], where[256];
     size_t used = 0;
     snprintf(reason, sizeof reason, "incomplete when iteration %" PRIu64 " arrived, %u iterations are held at most",
-             iteration, core->config.sets);
+             iteration, group->core->config.sets);
     ckm_op_describe_missing(op, where, sizeof where, &used);
-    ckm_op_damage(core, op, reason, where);
+    ckm_op_damage(group, op, reason, where);
 }
 
 /* Makes the window of iterations end at this one. 0 when an older one stands in the way: always when it is complete
  * and held by the consumer, without force also when it is incomplete. */
-static int make_way(struct ckm_core *core, uint64_t iteration, int force)
+static int make_way(struct ckm_group *group, uint64_t iteration, int force)
 {
     int clear = 1;
-    for (struct ckm_op *op = core->ops.first, *next; op; op = next) {
+    for (struct ckm_op *op = group->ops.first, *next; op; op = next) {
         next = op->next;
-        if (op->incarnation != core->incarnation || !is_past(core, op->iteration, iteration))
+        if (op->incarnation != group->incarnation || !is_past(group, op->iteration, iteration))
             continue;
         if (force && op->state == CKM_OP_FILLING)
-            give_up_op(core, op, iteration);
+            give_up_op(group, op, iteration);
         if (is_live(op))
             clear = 0;
         else if (force || op->state != CKM_OP_FILLING)
-            remove_op(core, op);
+            remove_op(group, op);
     }
     return clear;
 }
 
-static struct ckm_op *new_op(struct ckm_core *core, const struct ckm_frame *header)
+static struct ckm_op *new_op(struct ckm_group *group, const struct ckm_frame *header)
 {
-    struct ckm_ops *ops = &core->ops;
+    struct ckm_ops *ops = &group->ops;
     struct ckm_op *op = ops->count < MAX_OPS ? calloc(1, sizeof *op) : NULL;
     if (!op)
         return NULL;
@@ -174,9 +174,9 @@ static struct ckm_op *new_op(struct ckm_core *core, const struct ckm_frame *head
     return op;
 }
 
-static int prepare_contents(struct ckm_core *core, struct ckm_op *op)
+static int prepare_contents(struct ckm_group *group, struct ckm_op *op)
 {
-    op->layout = ckm_layouts_get(core->layouts, &op->signature);
+    op->layout = ckm_layouts_get(group->core->layouts, &op->signature);
     if (!op->layout)
         return 0;
     op->layout->refs++;
@@ -185,27 +185,27 @@ static int prepare_contents(struct ckm_core *core, struct ckm_op *op)
 }
 
 /* The operation of a header that has none yet. NULL with *claim saying what to do. */
-static struct ckm_op *admit(struct ckm_core *core, const struct ckm_frame *h, const char *flow, int force,
+static struct ckm_op *admit(struct ckm_group *group, const struct ckm_frame *h, const char *flow, int force,
                             enum ckm_claim *claim)
 {
     const char *refused = NULL;
     *claim = CKM_CLAIM_SKIP;
-    if (h->iteration > core->horizon) {
-        core->counters.beyond++;
+    if (h->iteration > group->horizon) {
+        group->core->counters.beyond++;
         return NULL;
     }
-    if (is_past(core, h->iteration, core->ops.newest)) {
-        core->counters.late++;
-        if (h->payload_len && core->late_iteration != h->iteration)
-            ckm_damage(core, h->incarnation, &h->iteration, &h->bucket, "arrived after newer iterations", flow);
-        core->late_iteration = h->iteration;
+    if (is_past(group, h->iteration, group->ops.newest)) {
+        group->core->counters.late++;
+        if (h->payload_len && group->late_iteration != h->iteration)
+            ckm_damage(group, h->incarnation, &h->iteration, &h->bucket, "arrived after newer iterations", flow);
+        group->late_iteration = h->iteration;
         return NULL;
     }
     /* Once the window has moved to an iteration, what stood in its way then is no reason to wait again. */
-    int moved = h->iteration <= core->ops.newest;
-    int clear = make_way(core, h->iteration, force || moved);
+    int moved = h->iteration <= group->ops.newest;
+    int clear = make_way(group, h->iteration, force || moved);
     uint64_t total = h->op_count * ckm_datatype_bytes(h->datatype);
-    struct ckm_buffer *buffer = clear ? ckm_pool_take(&core->pool, total) : NULL;
+    struct ckm_buffer *buffer = clear ? ckm_pool_take(&group->core->pool, total) : NULL;
     if (!buffer && !force && (clear || !moved)) {
         *claim = CKM_CLAIM_WAIT;
         return NULL;
@@ -214,19 +214,19 @@ static struct ckm_op *admit(struct ckm_core *core, const struct ckm_frame *h, co
         refused = "all gradient sets are held: the trainer outran the shadow";
     else if (!buffer)
         refused = "no gradient buffer is free within pool_bytes: the trainer outran the shadow";
-    struct ckm_op *op = new_op(core, h);
+    struct ckm_op *op = new_op(group, h);
     if (!op) {
         if (buffer)
-            ckm_pool_give(&core->pool, buffer);
-        ckm_damage(core, h->incarnation, &h->iteration, &h->bucket, "too many operations in flight", flow);
+            ckm_pool_give(&group->core->pool, buffer);
+        ckm_damage(group, h->incarnation, &h->iteration, &h->bucket, "too many operations in flight", flow);
         return NULL;
     }
     op->buffer = buffer;
-    core->ops.newest = h->iteration > core->ops.newest ? h->iteration : core->ops.newest;
-    if (!refused && prepare_contents(core, op))
+    group->ops.newest = h->iteration > group->ops.newest ? h->iteration : group->ops.newest;
+    if (!refused && prepare_contents(group, op))
         refused = "out of memory";
     if (refused)
-        ckm_op_damage(core, op, refused, flow);
+        ckm_op_damage(group, op, refused, flow);
     return op;
 }
 
@@ -239,26 +239,26 @@ static void describe_frame(const struct ckm_frame *h, const char *flow, char *ou
              h->payload_len, flow);
 }
 
-static void damage_at(struct ckm_core *core, struct ckm_op *op, const struct ckm_frame *h, const char *flow,
+static void damage_at(struct ckm_group *group, struct ckm_op *op, const struct ckm_frame *h, const char *flow,
                       const char *reason)
 {
     char where[256];
     describe_frame(h, flow, where, sizeof where);
-    ckm_op_damage(core, op, reason, where);
+    ckm_op_damage(group, op, reason, where);
 }
 
 /* Place in the staged bytes of an operation whose layout is being learned. */
-static uint8_t *stage(struct ckm_core *core, struct ckm_op *op, const struct ckm_frame *h, const char *flow)
+static uint8_t *stage(struct ckm_group *group, struct ckm_op *op, const struct ckm_frame *h, const char *flow)
 {
     if (op->staged + h->payload_len > op->total || op->nslices >= MAX_SLICES) {
-        damage_at(core, op, h, flow, "more bytes or slices than the operation can have");
+        damage_at(group, op, h, flow, "more bytes or slices than the operation can have");
         return NULL;
     }
     if (op->nslices == op->slices_room) {
         size_t room = op->slices_room ? 2 * op->slices_room : 64;
         struct ckm_slice *grown = realloc(op->slices, room * sizeof *grown);
         if (!grown) {
-            damage_at(core, op, h, flow, "out of memory");
+            damage_at(group, op, h, flow, "out of memory");
             return NULL;
         }
         op->slices = grown;
@@ -277,7 +277,7 @@ static uint8_t *stage(struct ckm_core *core, struct ckm_op *op, const struct ckm
     return op->buffer->data + op->staged - h->payload_len;
 }
 
-static uint8_t *place(struct ckm_core *core, struct ckm_op *op, const struct ckm_frame *h, const char *flow)
+static uint8_t *place(struct ckm_group *group, struct ckm_op *op, const struct ckm_frame *h, const char *flow)
 {
     struct ckm_place p = ckm_place(h->step, h->slices_per_chunk, h->ring_pos, h->nranks);
     size_t slot = ckm_layout_find(op->layout, h->channel, &p);
@@ -285,12 +285,12 @@ static uint8_t *place(struct ckm_core *core, struct ckm_op *op, const struct ckm
         return op->buffer->data; /* of a channel or loop that held nothing when the layout was learned */
     if (slot == SIZE_MAX || op->layout->slots[slot].length != h->payload_len) {
         /* The sender cuts this signature differently now: learn it afresh rather than refuse it for ever. */
-        ckm_layouts_forget(&core->layouts, &op->signature);
-        damage_at(core, op, h, flow, "slice does not fit the layout of operations of this kind");
+        ckm_layouts_forget(&group->core->layouts, &op->signature);
+        damage_at(group, op, h, flow, "slice does not fit the layout of operations of this kind");
         return NULL;
     }
     if (op->seen[slot]) {
-        damage_at(core, op, h, flow, "slice arrived twice");
+        damage_at(group, op, h, flow, "slice arrived twice");
         return NULL;
     }
     op->seen[slot] = 1;
@@ -304,38 +304,38 @@ static int same_operation(const struct ckm_op *op, const struct ckm_frame *h)
 }
 
 /* A frame for an operation that takes no more. */
-static void refuse_late(struct ckm_core *core, const struct ckm_op *op, const struct ckm_frame *h, const char *flow)
+static void refuse_late(struct ckm_group *group, const struct ckm_op *op, const struct ckm_frame *h, const char *flow)
 {
-    core->counters.late++;
+    group->core->counters.late++;
     /* Empty slices may well come after the last byte. */
     if (op->state == CKM_OP_DAMAGED || (same_operation(op, h) && !h->payload_len))
         return;
     char where[256];
     describe_frame(h, flow, where, sizeof where);
-    ckm_damage(core, h->incarnation, &h->iteration, &h->bucket,
+    ckm_damage(group, h->incarnation, &h->iteration, &h->bucket,
                same_operation(op, h) ? "slice of an operation that was already complete"
                                      : "second operation for the same iteration and bucket",
                where);
 }
 
-enum ckm_claim ckm_op_claim(struct ckm_core *core, const struct ckm_frame *h, const char *flow, int force,
+enum ckm_claim ckm_op_claim(struct ckm_group *group, const struct ckm_frame *h, const char *flow, int force,
                             struct ckm_op **op_out, uint8_t **dst)
 {
-    struct ckm_op *op = ckm_op_find(core, h->iteration, h->bucket);
+    struct ckm_op *op = ckm_op_find(group, h->iteration, h->bucket);
     if (!op) {
         enum ckm_claim claim;
-        op = admit(core, h, flow, force, &claim);
+        op = admit(group, h, flow, force, &claim);
         if (!op)
             return claim;
     } else if (op->state != CKM_OP_FILLING) {
-        refuse_late(core, op, h, flow);
+        refuse_late(group, op, h, flow);
         return CKM_CLAIM_SKIP;
     } else if (!same_operation(op, h)) {
-        damage_at(core, op, h, flow, "second operation for the same iteration and bucket");
+        damage_at(group, op, h, flow, "second operation for the same iteration and bucket");
     }
     if (op->state != CKM_OP_FILLING)
         return CKM_CLAIM_SKIP;
-    *dst = op->layout ? place(core, op, h, flow) : stage(core, op, h, flow);
+    *dst = op->layout ? place(group, op, h, flow) : stage(group, op, h, flow);
     if (!*dst)
         return CKM_CLAIM_SKIP;
     op->refs++;
@@ -347,7 +347,7 @@ enum ckm_claim ckm_op_claim(struct ckm_core *core, const struct ckm_frame *h, co
 
 /* Learns the layout from what is staged and moves the bytes to their places. -1: the operation isn't complete yet,
  * for want of empty slices, or is damaged. */
-static int settle(struct ckm_core *core, struct ckm_op *op)
+static int settle(struct ckm_group *group, struct ckm_op *op)
 {
     char error[128];
     struct ckm_layout *layout = NULL;
@@ -356,42 +356,42 @@ static int settle(struct ckm_core *core, struct ckm_op *op)
         return -1;
     int bad = ckm_layout_learn(&op->signature, op->slices, op->nslices, &layout, error, sizeof error);
     if (bad < 0)
-        ckm_op_damage(core, op, "no layout fits the slices that arrived", error);
+        ckm_op_damage(group, op, "no layout fits the slices that arrived", error);
     if (bad)
         return -1;
     op->layout = layout; /* the operation's reference */
-    struct ckm_layout *known = ckm_layouts_get(core->layouts, &op->signature);
+    struct ckm_layout *known = ckm_layouts_get(group->core->layouts, &op->signature);
     if (known && !ckm_layout_equal(known, layout)) {
-        ckm_layouts_forget(&core->layouts, &op->signature);
-        ckm_op_damage(core, op, "operations of the same kind are cut differently", "whole operation");
+        ckm_layouts_forget(&group->core->layouts, &op->signature);
+        ckm_op_damage(group, op, "operations of the same kind are cut differently", "whole operation");
         return -1;
     }
-    struct ckm_buffer *placed = ckm_pool_take(&core->pool, op->total);
+    struct ckm_buffer *placed = ckm_pool_take(&group->core->pool, op->total);
     if (!placed) {
-        ckm_op_damage(core, op, "no gradient buffer is free within pool_bytes to learn the layout", "whole operation");
+        ckm_op_damage(group, op, "no gradient buffer is free within pool_bytes to learn the layout", "whole operation");
         return -1;
     }
     uint64_t offset = 0;
     for (size_t i = 0; i < op->nslices; offset += op->slices[i++].length)
         memcpy(placed->data + offset, op->buffer->data + op->slices[i].offset, op->slices[i].length);
-    ckm_pool_give(&core->pool, op->buffer);
+    ckm_pool_give(&group->core->pool, op->buffer);
     op->buffer = placed;
     if (!known)
-        ckm_layouts_put(&core->layouts, layout);
+        ckm_layouts_put(&group->core->layouts, layout);
     return 0;
 }
 
-void ckm_op_received(struct ckm_core *core, struct ckm_op *op, uint32_t length)
+void ckm_op_received(struct ckm_group *group, struct ckm_op *op, uint32_t length)
 {
     op->received += length;
-    if (op->received < op->total || (!op->layout && settle(core, op)))
+    if (op->received < op->total || (!op->layout && settle(group, op)))
         return;
     free(op->slices);
     free(op->seen);
     op->slices = NULL;
     op->seen = NULL;
     op->state = CKM_OP_COMPLETE;
-    core->counters.ops++;
+    group->core->counters.ops++;
     struct ckm_event event = {
         .kind = CKM_EVENT_COMPLETE,
         .incarnation = op->incarnation,
@@ -408,56 +408,56 @@ void ckm_op_received(struct ckm_core *core, struct ckm_op *op, uint32_t length)
         .coll_seq = op->coll_seq,
         .at_us = ckm_now_us(),
     };
-    if (ckm_events_put(&core->events, &event)) { /* out of memory: nobody would ever release it */
-        free_contents(core, op);
+    if (ckm_events_put(&group->events, &event)) { /* out of memory: nobody would ever release it */
+        free_contents(group, op);
         op->state = CKM_OP_DAMAGED;
     }
 }
 
 /* Release */
 
-int ckm_ops_release(struct ckm_core *core, uint64_t id)
+int ckm_ops_release(struct ckm_group *group, uint64_t id)
 {
-    struct ckm_op *op = core->ops.first;
+    struct ckm_op *op = group->ops.first;
     while (op && op->id != id)
         op = op->next;
     if (!op || op->state != CKM_OP_COMPLETE)
         return -1;
-    free_contents(core, op);
+    free_contents(group, op);
     op->state = CKM_OP_RELEASED;
-    if (op->incarnation != core->incarnation || is_past(core, op->iteration, core->ops.newest))
-        remove_op(core, op);
+    if (op->incarnation != group->incarnation || is_past(group, op->iteration, group->ops.newest))
+        remove_op(group, op);
     return 0;
 }
 
-void ckm_ops_reset(struct ckm_core *core)
+void ckm_ops_reset(struct ckm_group *group)
 {
-    for (struct ckm_op *op = core->ops.first, *next; op; op = next) {
+    for (struct ckm_op *op = group->ops.first, *next; op; op = next) {
         next = op->next;
         if (op->state == CKM_OP_COMPLETE)
-            unchain(&core->ops, op);
+            unchain(&group->ops, op);
         else
-            remove_op(core, op);
+            remove_op(group, op);
     }
-    core->ops.newest = 0;
-    core->ops.freed = 1;
+    group->ops.newest = 0;
+    group->core->freed = 1;
 }
 
-void ckm_ops_discard(struct ckm_core *core, uint64_t iteration)
+void ckm_ops_discard(struct ckm_group *group, uint64_t iteration)
 {
-    for (struct ckm_op *op = core->ops.first; op; op = op->next)
+    for (struct ckm_op *op = group->ops.first; op; op = op->next)
         if (op->state == CKM_OP_FILLING && op->iteration <= iteration) {
-            free_contents(core, op);
+            free_contents(group, op);
             op->state = CKM_OP_DAMAGED;
             snprintf(op->why, sizeof op->why, "discarded");
         }
-    core->ops.freed = 1;
+    group->core->freed = 1;
 }
 
-void ckm_ops_free(struct ckm_core *core)
+void ckm_ops_free(struct ckm_group *group)
 {
-    while (core->ops.first)
-        remove_op(core, core->ops.first);
+    while (group->ops.first)
+        remove_op(group, group->ops.first);
 }
 
 void ckm_op_describe_missing(const struct ckm_op *op, char *out, size_t size, size_t *used)

@@ -6,7 +6,7 @@
 #include "layout.h"
 #include "pool.h"
 
-struct ckm_core;
+struct ckm_group;
 
 enum ckm_op_state {
     CKM_OP_FILLING,
@@ -42,7 +42,6 @@ struct ckm_ops {
     uint64_t newest;                      /* iteration */
     uint64_t next_id;
     uint32_t count;
-    int freed; /* a buffer or a set became free since the flows were last looked at */
 };
 
 enum ckm_claim {
@@ -54,23 +53,23 @@ enum ckm_claim {
 /* Finds the place of a checked header's payload. op (referenced) and dst are set for CKM_CLAIM_PLACE only. With
  * force, what stands in the way is given up, so that the answer isn't CKM_CLAIM_WAIT. flow says for reports where the
  * frame came from. */
-enum ckm_claim ckm_op_claim(struct ckm_core *core, const struct ckm_frame *header, const char *flow, int force,
+enum ckm_claim ckm_op_claim(struct ckm_group *group, const struct ckm_frame *header, const char *flow, int force,
                             struct ckm_op **op, uint8_t **dst);
 /* The frame's payload is there and verified. */
-void ckm_op_received(struct ckm_core *core, struct ckm_op *op, uint32_t length);
+void ckm_op_received(struct ckm_group *group, struct ckm_op *op, uint32_t length);
 /* The operation, if it is still filling, will never complete. */
-void ckm_op_damage(struct ckm_core *core, struct ckm_op *op, const char *reason, const char *where);
+void ckm_op_damage(struct ckm_group *group, struct ckm_op *op, const char *reason, const char *where);
 void ckm_op_unref(struct ckm_op *op);
-struct ckm_op *ckm_op_find(struct ckm_core *core, uint64_t iteration, uint32_t bucket);
+struct ckm_op *ckm_op_find(struct ckm_group *group, uint64_t iteration, uint32_t bucket);
 
-int ckm_ops_release(struct ckm_core *core, uint64_t id);
+int ckm_ops_release(struct ckm_group *group, uint64_t id);
 /* Forgets all but complete operations; those stay until they are released. */
-void ckm_ops_reset(struct ckm_core *core);
-void ckm_ops_discard(struct ckm_core *core, uint64_t iteration);
-void ckm_ops_free(struct ckm_core *core);
+void ckm_ops_reset(struct ckm_group *group);
+void ckm_ops_discard(struct ckm_group *group, uint64_t iteration);
+void ckm_ops_free(struct ckm_group *group);
 
 /* Damage that no operation stands for. iteration and bucket may be NULL. */
-void ckm_damage(struct ckm_core *core, uint32_t incarnation, const uint64_t *iteration, const uint32_t *bucket,
+void ckm_damage(struct ckm_group *group, uint32_t incarnation, const uint64_t *iteration, const uint32_t *bucket,
                 const char *reason, const char *where);
 
 /* Appends to a text of bounded size; *used counts what would have been written. */

@@ -1,10 +1,12 @@
 """The shadow's receiver: copies from the switch in, complete gradient buffers and damage reports out.
 
 All work is done in C (``rx/`` and ``reassembly/``): a thread receives, reassembles and places; ``Receiver.poll``
-hands over what became of it. Without ports the receiver is fed by hand (``feed``) and needs no DPDK.
+hands over what became of it. Without ports the receiver is fed by hand (``feed``) and needs no DPDK. A shadow of
+several data-parallel groups has a receiver for each, behind the same ports (``open_receivers``).
 """
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from cffi import FFI
 
 from checkmate import native
 from checkmate.config import DSCP_TAG, CheckmateError
+from checkmate.rack import group_number
 
 _CORE = "libcheckmate_shadow_core.so"
 _WITH_PORTS = "libcheckmate_shadow.so"
@@ -110,16 +113,13 @@ class Damage:
 Event = OpComplete | Damage
 
 
-class Receiver:
-    """Ports, reassembly and gradient buffers of one shadow. Methods may be called from any thread.
+class _Core:
+    """Ports, reassembly and buffers, of one group or several. Raises CheckmateError when a port can't be opened."""
 
-    Raises CheckmateError when a port can't be opened: the text names the interface and what to do.
-    """
-
-    def __init__(self, config: RxConfig) -> None:
+    def __init__(self, config: RxConfig, groups: Sequence[str]) -> None:
         with_ports = bool(config.ifaces or config.devargs)
-        self._ffi, self._lib = _load(_WITH_PORTS if with_ports else _CORE)
-        core_config = self._ffi.new(
+        self.ffi, self.lib = _load(_WITH_PORTS if with_ports else _CORE)
+        core_config = self.ffi.new(
             "struct ckm_core_config *",
             {
                 "max_op_bytes": config.max_op_bytes,
@@ -131,12 +131,62 @@ class Receiver:
                 "dscp": config.dscp,
             },
         )
-        # Freed when neither the receiver nor a view of a buffer needs it any more.
-        self._core = self._ffi.gc(self._lib.ckm_core_create(core_config), self._lib.ckm_core_destroy)
-        self._closed = False
-        self._stop_ports = (
-            weakref.finalize(self, _close_ports, self._lib, self._open(config), self._core) if with_ports else None
+        numbers = self.ffi.new("uint16_t[]", [group_number(name) for name in groups])
+        # Freed when neither a receiver nor a view of a buffer needs it any more.
+        self.core = self.ffi.gc(self.lib.ckm_core_create(core_config, numbers, len(groups)), self.lib.ckm_core_destroy)
+        self.stop_ports = (
+            weakref.finalize(self, _close_ports, self.lib, self._open(config), self.core) if with_ports else None
         )
+        self._lock = threading.Lock()
+        self._users = len(groups)
+
+    def leave(self) -> None:
+        """A receiver was closed; the last one stops the ports."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self.stop_ports:
+                self.stop_ports()
+
+    def _open(self, config: RxConfig) -> Any:
+        new = self.ffi.new
+        names = [new("char[]", name.encode()) for name in (*(i[0] for i in config.ifaces), *config.devargs)]
+        spaces = [
+            new("char[]", str(_netns_path(netns)).encode()) if netns else self.ffi.NULL for _, netns in config.ifaces
+        ]
+        ports = new("struct ckm_port_config[]", len(names))
+        for i, (port, name) in enumerate(zip(ports, names, strict=True)):
+            port.name = name
+            port.pci = i >= len(spaces)
+            port.netns = self.ffi.NULL if port.pci else spaces[i]
+            port.mtu = config.mtu
+            port.ring_frames = config.ring_frames or 0
+        error = new("char[]", _ERROR_BYTES)
+        opened = self.lib.ckm_ports_open(
+            self.core, ports, len(names), config.memory_mb, config.huge_pages, error, _ERROR_BYTES
+        )
+        if not opened:
+            raise CheckmateError(self.text(error))
+        return opened
+
+    def text(self, chars: Any) -> str:
+        """What C wrote."""
+        raw = self.ffi.string(chars)
+        assert isinstance(raw, bytes)
+        return raw.decode(errors="replace")
+
+
+class Receiver:
+    """What arrives of one data-parallel group. Methods may be called from any thread.
+
+    By itself it has ports of its own and takes whatever group's frames arrive there. Raises CheckmateError when a port
+    can't be opened: the text names the interface and what to do.
+    """
+
+    def __init__(self, config: RxConfig, shared: _Core | None = None, index: int = 0) -> None:
+        self._shared = shared = shared or _Core(config, [""])
+        self._ffi, self._lib = shared.ffi, shared.lib
+        self._group = self._lib.ckm_core_group(shared.core, index)
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -146,34 +196,13 @@ class Receiver:
     ) -> None:
         self.close()
 
-    def _open(self, config: RxConfig) -> Any:
-        new = self._ffi.new
-        names = [new("char[]", name.encode()) for name in (*(i[0] for i in config.ifaces), *config.devargs)]
-        spaces = [
-            new("char[]", str(_netns_path(netns)).encode()) if netns else self._ffi.NULL for _, netns in config.ifaces
-        ]
-        ports = new("struct ckm_port_config[]", len(names))
-        for i, (port, name) in enumerate(zip(ports, names, strict=True)):
-            port.name = name
-            port.pci = i >= len(spaces)
-            port.netns = self._ffi.NULL if port.pci else spaces[i]
-            port.mtu = config.mtu
-            port.ring_frames = config.ring_frames or 0
-        error = new("char[]", _ERROR_BYTES)
-        opened = self._lib.ckm_ports_open(
-            self._core, ports, len(names), config.memory_mb, config.huge_pages, error, _ERROR_BYTES
-        )
-        if not opened:
-            raise CheckmateError(self._text(error))
-        return opened
-
     def poll(self, timeout_s: float) -> list[Event]:
         """Events so far, waiting up to ``timeout_s`` for the first; the wait is in C, without the GIL."""
         events = self._ffi.new("struct ckm_event[]", _MAX_EVENTS)
         deadline = time.monotonic() + timeout_s
         while True:
             wait_s = min(max(deadline - time.monotonic(), 0), _POLL_SLICE_S)
-            n = self._lib.ckm_core_poll(self._live_core(), events, _MAX_EVENTS, round(wait_s * 1e6))
+            n = self._lib.ckm_group_poll(self._live_group(), events, _MAX_EVENTS, round(wait_s * 1e6))
             if n or time.monotonic() >= deadline:
                 return [self._event(events[i]) for i in range(n)]
 
@@ -183,8 +212,8 @@ class Receiver:
                 incarnation=event.incarnation,
                 iteration=event.iteration if event.has_iteration else None,
                 bucket=event.bucket if event.has_bucket else None,
-                reason=self._text(event.reason),
-                where=self._text(event.where),
+                reason=self._shared.text(event.reason),
+                where=self._shared.text(event.where),
             )
         return OpComplete(
             incarnation=event.incarnation,
@@ -202,14 +231,14 @@ class Receiver:
 
     def buffer(self, op: OpComplete) -> memoryview:
         """The operation's bytes in place, writable and not copied; valid until ``release``."""
-        core = self._live_core()
+        self._live_group()
         # The view keeps the core, and so the memory, alive even when the receiver is closed first.
-        data = self._ffi.gc(op._data, functools.partial(_keep, core))
+        data = self._ffi.gc(op._data, functools.partial(_keep, self._shared.core))
         return memoryview(self._ffi.buffer(data, op.nbytes))
 
     def release(self, op: OpComplete) -> None:
         """Give the buffer back. Raises CheckmateError when it was given back before."""
-        if self._lib.ckm_core_release(self._live_core(), op.buffer_index):
+        if self._lib.ckm_group_release(self._live_group(), op.buffer_index):
             raise CheckmateError(
                 f"buffer {op.buffer_index} (iteration {op.iteration}, bucket {op.bucket}) was released before"
             )
@@ -219,24 +248,24 @@ class Receiver:
 
         What was complete stays valid until released; what was not is forgotten.
         """
-        self._lib.ckm_core_set_incarnation(self._live_core(), incarnation)
+        self._lib.ckm_group_set_incarnation(self._live_group(), incarnation)
 
     def expect(self, iteration: int) -> None:
         """Take frames of iterations up to this one from now on; those of later ones are counted as beyond."""
-        self._lib.ckm_core_expect(self._live_core(), iteration)
+        self._lib.ckm_group_expect(self._live_group(), iteration)
 
     def discard(self, iteration: int) -> None:
         """Forget what is incomplete of iterations up to this one, for example after a reseed; no Damage is raised."""
-        self._lib.ckm_core_discard(self._live_core(), iteration)
+        self._lib.ckm_group_discard(self._live_group(), iteration)
 
     def incomplete(self, incarnation: int, iteration: int) -> str:
         """What is missing of an iteration, as text; empty when all that was seen of it is complete, or it is past."""
         size = 1024
         while True:
             text = self._ffi.new("char[]", size)
-            needed = self._lib.ckm_core_incomplete(self._live_core(), incarnation, iteration, text, size)
+            needed = self._lib.ckm_group_incomplete(self._live_group(), incarnation, iteration, text, size)
             if needed < size:
-                return self._text(text)
+                return self._shared.text(text)
             size = needed + 1024
 
     def counters(self) -> dict[str, int]:
@@ -255,23 +284,32 @@ class Receiver:
         self._lib.ckm_core_tick(self._live_core(), self._microseconds(now_s))
 
     def close(self) -> None:
-        """Stop the ports. Buffers stay valid as long as a memoryview of them is in use."""
-        self._closed = True
-        if self._stop_ports:
-            self._stop_ports()
+        """Stop the ports, once no group needs them. Buffers stay valid as long as a memoryview of them is in use."""
+        if not self._closed:
+            self._closed = True
+            self._shared.leave()
 
-    def _live_core(self) -> Any:
+    def _live_group(self) -> Any:
         if self._closed:
             raise CheckmateError("the receiver is closed")
-        return self._core
+        return self._group
+
+    def _live_core(self) -> Any:
+        self._live_group()
+        return self._shared.core
 
     def _microseconds(self, now_s: float | None) -> int:
         return int(self._lib.ckm_now_us()) if now_s is None else round(now_s * 1e6)
 
-    def _text(self, chars: Any) -> str:
-        raw = self._ffi.string(chars)
-        assert isinstance(raw, bytes)
-        return raw.decode(errors="replace")
+
+def open_receivers(config: RxConfig, groups: Sequence[str]) -> list[Receiver]:
+    """A receiver for each data-parallel group of these names, behind the same ports and within the same bounds.
+
+    Ports stop when all are closed. Of a single group all frames are taken, as by a ``Receiver`` alone; of several each
+    takes its own, and those of others are counted as foreign. Raises CheckmateError as ``Receiver`` does.
+    """
+    shared = _Core(config, groups)
+    return [Receiver(config, shared, index) for index in range(len(groups))]
 
 
 def _close_ports(lib: Any, ports: Any, _core: Any) -> None:

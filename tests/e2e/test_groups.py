@@ -24,19 +24,29 @@ RANKS, GROUPS, STEPS = 4, 2, 6
 class Case:
     """An example whose group g saves its part as OUT.g; rank ``victim`` is killed in its fourth step.
 
-    It is killed when all have sent what belongs to the step before, and before a group can finish this one.
+    It is killed when all have sent what belongs to the step before, and before a group can finish this one. Groups whose
+    hosts have several ranks share them, and the shadow.
     """
 
     script: str
     interleaved: bool
     victim: int
     options: tuple[str, ...] = ("--params=100000", "--bucket-cap-mb=0.1")
+    ranks_per_host: int = 1
 
 
 CASES = {
     "pipeline": Case("train_pipeline.py", interleaved=False, victim=3),
     "tensor": Case("train_tensor.py", interleaved=True, victim=2, options=("--params=200000", "--bucket-cap-mb=0.1")),
     "hsdp": Case("train_hsdp.py", interleaved=True, victim=3, options=("--params=100000",)),
+    "tensor in a host": Case(
+        "train_tensor.py",
+        interleaved=True,
+        victim=2,
+        options=("--params=200000", "--bucket-cap-mb=0.1"),
+        ranks_per_host=2,
+    ),
+    "hsdp in a host": Case("train_hsdp.py", interleaved=True, victim=3, options=("--params=100000",), ranks_per_host=2),
 }
 
 
@@ -47,12 +57,15 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def nodes(case: Case) -> Iterator[Rack]:
-    with rack(RANKS, groups=GROUPS, interleaved=case.interleaved) as built:
+    with rack(RANKS, groups=GROUPS, interleaved=case.interleaved, ranks_per_host=case.ranks_per_host) as built:
         yield built
 
 
-def test_copies_of_a_group_reach_exactly_its_shadow(nodes: Rack) -> None:
-    """Probes of the switch: each shadow gets one from each of its group's two flows, and nothing of the other's."""
+def test_copies_of_a_group_reach_exactly_its_shadow(case: Case, nodes: Rack) -> None:
+    """Probes of the switch: each shadow gets one from each of its group's two flows, and nothing of the other's.
+
+    What goes between the same hosts is the same to the switch.
+    """
     command = [sys.executable, "-P", "-m", "checkmate", "switch", "verify", "--json"]
     inside = [
         "nsenter",
@@ -63,7 +76,7 @@ def test_copies_of_a_group_reach_exactly_its_shadow(nodes: Rack) -> None:
     ]
     done = subprocess.run(inside, check=True, capture_output=True, text=True, timeout=120)
     answer = json.loads(done.stdout.splitlines()[0])
-    assert answer["problems"] == [] and len(answer["groups"]) == RANKS
+    assert answer["problems"] == [] and len(answer["groups"]) == RANKS // case.ranks_per_host
     assert all(group["outcome"] == "ok" and not group["problems"] for group in answer["groups"])
     for index in range(GROUPS):
         status = nodes.services.shadow_status(index)

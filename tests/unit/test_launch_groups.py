@@ -57,7 +57,6 @@ def test_a_lab_needs_groups_of_equal_size() -> None:
     [
         ({"ranks": ("node3", "node2")}, r"groups\[1\].ranks: .* in dp1; write \['node2', 'node3'\]"),
         ({"shadows": ()}, "dp1 has no shadow, others have"),
-        ({"shadows": ("shadow0",)}, "shadow shadow0 is in the groups dp0, dp1; a shadow follows one group"),
     ],
 )
 def test_what_a_job_cannot_run_is_named(change: dict[str, tuple[str, ...]], text: str, tmp_path: Path) -> None:

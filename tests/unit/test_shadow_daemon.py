@@ -762,7 +762,7 @@ from support.shadow import FakeReceiver
 import checkmate.shadow.daemon as daemon
 from checkmate.shadow.rx.receiver import RxConfig
 daemon.Shadow.__init__.__defaults__ = (None, FakeReceiver)
-daemon.run_shadow(daemon.ShadowConfig("test", b"token", ("127.0.0.1", 0), pathlib.Path({status!r}), RxConfig()))
+daemon.run_shadow([daemon.ShadowConfig("test", b"token", ("127.0.0.1", 0), pathlib.Path({status!r}), RxConfig())])
 print("clean")
 """
 

@@ -15,7 +15,7 @@
 #endif
 
 #define CKM_WIRE_MAGIC   0x464d4b43u /* "CKMF" */
-#define CKM_WIRE_VERSION 2u
+#define CKM_WIRE_VERSION 3u
 
 /* flags */
 #define CKM_FLAG_TAGGED      0x01u /* a final chunk, on the tagged flow; every field below is valid */
@@ -56,7 +56,7 @@ struct ckm_frame {
     uint16_t nranks;
     uint8_t slices_per_chunk;
     uint8_t host_ranks;   /* ranks on rank 0's host: 1 to nranks - 1 */
-    uint8_t reserved[2];  /* 0 */
+    uint16_t group;       /* ckm_group_number of the data-parallel group's name */
     uint32_t payload_crc; /* CRC32C (RFC 3720) of the payload */
     uint32_t header_crc;  /* CRC32C of the 84 bytes before this field */
 };
@@ -68,8 +68,19 @@ _Static_assert(offsetof(struct ckm_frame, op_count) == 40, "frame header layout"
 _Static_assert(offsetof(struct ckm_frame, incarnation) == 48, "frame header layout");
 _Static_assert(offsetof(struct ckm_frame, channel) == 68, "frame header layout");
 _Static_assert(offsetof(struct ckm_frame, slices_per_chunk) == 76, "frame header layout");
+_Static_assert(offsetof(struct ckm_frame, group) == 78, "frame header layout");
 _Static_assert(offsetof(struct ckm_frame, payload_crc) == 80, "frame header layout");
 _Static_assert(offsetof(struct ckm_frame, header_crc) == 84, "frame header layout");
+
+/* A group's number is made of its name, so that no two parts can number groups differently: FNV-1a (Fowler, Noll, Vo),
+ * 32 bits folded to 16. */
+static inline uint16_t ckm_group_number(const char *name)
+{
+    uint32_t hash = 2166136261u;
+    for (; *name; name++)
+        hash = (hash ^ (uint8_t)*name) * 16777619u;
+    return (uint16_t)(hash >> 16 ^ hash);
+}
 
 /* Where a slice stands in a ring all-reduce (NCCL, src/device/all_reduce.h, runRing): one loop moves
  * nranks chunks; each rank sends 2(nranks-1) chunks a loop, the first nranks-1 of them partial sums

@@ -67,6 +67,7 @@ struct shape {
     uint32_t slice;     /* elements of a slice at most */
     uint8_t host_ranks; /* ranks on rank 0's host; 0: 1 */
     uint8_t entry;      /* how many of them a ring passes before rank 0 */
+    uint16_t group;
 };
 
 /* Of the first rank; its payload is still to be told. */
@@ -88,6 +89,7 @@ static inline struct ckm_frame header_of(const struct shape *shape, uint64_t ite
         .nranks = shape->nranks,
         .slices_per_chunk = shape->slices_per_chunk,
         .host_ranks = shape->host_ranks ? shape->host_ranks : 1,
+        .group = shape->group,
     };
 }
 
@@ -170,7 +172,7 @@ static inline void feed_segment(struct ckm_core *core, uint16_t flow, uint32_t s
     feed(core, packet, make_packet(packet, flow, seq, data, n), now_us);
 }
 
-static inline struct ckm_core *new_core(void)
+static inline struct ckm_core *core_of(const uint16_t *numbers, uint32_t ngroups)
 {
     struct ckm_core_config config = {
         .max_op_bytes = 1 << 20,
@@ -181,9 +183,22 @@ static inline struct ckm_core *new_core(void)
         .max_flows = 64,
         .dscp = CKM_DSCP_TAG_DEFAULT,
     };
-    struct ckm_core *core = ckm_core_create(&config);
-    ckm_core_set_incarnation(core, 1);
+    struct ckm_core *core = ckm_core_create(&config, numbers, ngroups);
+    for (uint32_t i = 0; i < ngroups; i++)
+        ckm_group_set_incarnation(ckm_core_group(core, i), 1);
     return core;
+}
+
+static inline struct ckm_core *new_core(void)
+{
+    static const uint16_t number = 0;
+    return core_of(&number, 1);
+}
+
+/* The group of a core that has one. */
+static inline struct ckm_group *only(struct ckm_core *core)
+{
+    return ckm_core_group(core, 0);
 }
 
 #endif

@@ -5,7 +5,7 @@
 #define NOW   1000u
 #define LATER (NOW + 500001u) /* beyond the time-out */
 
-static const struct shape shape = {COUNT, 4, 1, 2, 8, 1, 0};
+static const struct shape shape = {COUNT, 4, 1, 2, 8, 1, 0, 0};
 static uint8_t content[COUNT * ELEMENT];
 
 struct flow_stream {
@@ -55,14 +55,14 @@ static void pass_all(struct ckm_core *core)
 static struct ckm_event next_event(struct ckm_core *core)
 {
     struct ckm_event event;
-    CHECK(ckm_core_poll(core, &event, 1, 0) == 1);
+    CHECK(ckm_group_poll(only(core), &event, 1, 0) == 1);
     return event;
 }
 
 static int no_event(struct ckm_core *core)
 {
     struct ckm_event event;
-    return ckm_core_poll(core, &event, 1, 0) == 0;
+    return ckm_group_poll(only(core), &event, 1, 0) == 0;
 }
 
 static struct ckm_event expect_complete(struct ckm_core *core, uint64_t iteration, uint32_t bucket)
@@ -105,7 +105,7 @@ static struct ckm_core *taught_core(void)
     begin();
     add_op(1, 0);
     pass_all(core);
-    CHECK(ckm_core_release(core, expect_complete(core, 1, 0).op) == 0);
+    CHECK(ckm_group_release(only(core), expect_complete(core, 1, 0).op) == 0);
     return core;
 }
 
@@ -117,8 +117,8 @@ static void test_release_once(void)
     struct ckm_event e = expect_complete(core, 2, 5);
     CHECK(e.count == COUNT && e.datatype == 7 && e.comm_id == 77 && e.coll_seq == 205 && e.incarnation == 1);
     CHECK(counters_of(core).pool_used == sizeof content);
-    CHECK(ckm_core_release(core, e.op) == 0);
-    CHECK(ckm_core_release(core, e.op) == -1 && ckm_core_release(core, 12345) == -1);
+    CHECK(ckm_group_release(only(core), e.op) == 0);
+    CHECK(ckm_group_release(only(core), e.op) == -1 && ckm_group_release(only(core), 12345) == -1);
     CHECK(counters_of(core).pool_used == 0);
     ckm_core_destroy(core);
 }
@@ -191,11 +191,11 @@ static void test_missing_end_is_told_on_request(void)
     pass(core, 0, 0, 0);
     pass(core, 1, streams[1].bytes.n - streams[1].sent - 10, 0);
     CHECK(ckm_core_tick(core, LATER) == UINT64_MAX && no_event(core));
-    CHECK(ckm_core_incomplete(core, 1, 2, text, sizeof text) == (int)strlen(text));
+    CHECK(ckm_group_incomplete(only(core), 1, 2, text, sizeof text) == (int)strlen(text));
     CHECK(strstr(text, "iteration 2 bucket 3: 32 of 256 bytes missing"));
     CHECK(strstr(text, "flow 10.0.0.1:4001 to port 5000: bytes"));
-    CHECK(ckm_core_incomplete(core, 1, 1, text, sizeof text) == 0 && !text[0]);
-    CHECK(ckm_core_incomplete(core, 2, 2, text, sizeof text) == 0);
+    CHECK(ckm_group_incomplete(only(core), 1, 1, text, sizeof text) == 0 && !text[0]);
+    CHECK(ckm_group_incomplete(only(core), 2, 2, text, sizeof text) == 0);
     ckm_core_destroy(core);
 }
 
@@ -205,10 +205,10 @@ static void test_missing_slices_are_named(void)
     char text[1024], small[8];
     add_op(2, 3);
     pass(core, 1, 0, 0); /* all of last's: first's chunk 0 is missing */
-    int n = ckm_core_incomplete(core, 1, 2, text, sizeof text);
+    int n = ckm_group_incomplete(only(core), 1, 2, text, sizeof text);
     CHECK(strstr(text, "64 of 256 bytes missing: channel 0 loop 0 chunk 0 slice 0 at 0..32, channel 0 loop 0 chunk 0 "
                        "slice 1 at 32..64"));
-    CHECK(ckm_core_incomplete(core, 1, 2, small, sizeof small) == n && strlen(small) == sizeof small - 1);
+    CHECK(ckm_group_incomplete(only(core), 1, 2, small, sizeof small) == n && strlen(small) == sizeof small - 1);
     ckm_core_destroy(core);
 }
 
@@ -227,7 +227,7 @@ static void test_payload_crc(void)
 
 static void test_payload_crc_of_long_frames(void)
 {
-    static const struct shape large = {40000, 2, 1, 1, 20000, 1, 0};
+    static const struct shape large = {40000, 2, 1, 1, 20000, 1, 0, 0};
     static uint8_t zeros[40000 * ELEMENT];
     for (size_t wrong = 0; wrong < 80000; wrong += 1999) {
         struct ckm_core *core = new_core();
@@ -268,7 +268,6 @@ static void test_header_fields(void)
     } cases[] = {
         {offsetof(struct ckm_frame, version), 1, 1, "version 1"},
         {offsetof(struct ckm_frame, flags), 1, CKM_FLAG_TAGGED, "flags 0x01"},
-        {offsetof(struct ckm_frame, reserved), 1, 1, "reserved"},
         {offsetof(struct ckm_frame, protocol), 1, 0, "protocol 0"},
         {offsetof(struct ckm_frame, datatype), 1, 12, "datatype 12"},
         {offsetof(struct ckm_frame, op_count), 8, 0, "op_count 0"},
@@ -437,7 +436,7 @@ static void test_other_incarnations_are_stale(void)
     add_op(2, 0);
     pass(core, 0, 0, 0);
     pass(core, 1, CKM_HEADER_BYTES + 4, 0);
-    ckm_core_set_incarnation(core, 2);
+    ckm_group_set_incarnation(only(core), 2);
     pass(core, 1, 0, 0); /* the old job goes on for a while, from the middle of its stream */
     ckm_core_tick(core, LATER);
     CHECK(no_event(core));
@@ -450,7 +449,7 @@ static void test_new_job_on_the_same_addresses(void)
     struct ckm_core *core = taught_core();
     add_op(2, 0);
     pass(core, 0, 0, 0);
-    ckm_core_set_incarnation(core, 2);
+    ckm_group_set_incarnation(only(core), 2);
     pass(core, 1, 0, 0);
     ckm_core_tick(core, LATER);
     CHECK(counters_of(core).stale > 0);
@@ -520,7 +519,7 @@ static void test_first_waits_for_a_free_set(void)
     for (uint64_t i = 2; i <= 4; i++)
         held[i - 2] = expect_complete(core, i, 0);
     CHECK(no_event(core) && counters_of(core).stalls == 2);
-    CHECK(ckm_core_release(core, held[0].op) == 0);
+    CHECK(ckm_group_release(only(core), held[0].op) == 0);
     expect_complete(core, 5, 0);
     CHECK(!memcmp(held[1].data, content, sizeof content) && counters_of(core).held_bytes == 0);
     ckm_core_destroy(core);
@@ -582,14 +581,14 @@ static void test_pool_is_bounded(void)
 static void test_iterations_beyond_the_horizon_are_dropped(void)
 {
     struct ckm_core *core = taught_core();
-    ckm_core_expect(core, 3);
+    ckm_group_expect(only(core), 3);
     add_op(UINT64_C(1) << 63, 0);
     add_op(4, 0);
     add_op(2, 0);
     pass_all(core);
     expect_complete(core, 2, 0);
     CHECK(no_event(core) && counters_of(core).beyond > 0);
-    ckm_core_expect(core, 4);
+    ckm_group_expect(only(core), 4);
     add_op(4, 0);
     pass_all(core);
     expect_complete(core, 4, 0);
@@ -602,9 +601,9 @@ static void test_discard_frees_what_is_incomplete(void)
     add_op(2, 0);
     pass(core, 0, 0, 0);
     CHECK(counters_of(core).pool_used == sizeof content);
-    ckm_core_discard(core, 1);
+    ckm_group_discard(only(core), 1);
     CHECK(counters_of(core).pool_used == sizeof content);
-    ckm_core_discard(core, 2);
+    ckm_group_discard(only(core), 2);
     CHECK(counters_of(core).pool_used == 0);
     pass(core, 1, 0, 0);
     CHECK(no_event(core) && counters_of(core).late > 0);
@@ -633,7 +632,7 @@ static void test_unpolled_damage_is_bounded(void)
     for (int i = 0; i < 3000; i++)
         ckm_core_report(core, "reason", "where");
     int n = 0;
-    while (ckm_core_poll(core, &e, 1, 0) == 1)
+    while (ckm_group_poll(only(core), &e, 1, 0) == 1)
         n++;
     CHECK(n == 1025 && strstr(e.reason, "1976 events were dropped") && e.incarnation == 1);
     ckm_core_destroy(core);
@@ -644,7 +643,7 @@ static void test_poll_waits(void)
     struct ckm_core *core = new_core();
     struct ckm_event e;
     uint64_t begin_us = ckm_now_us();
-    CHECK(ckm_core_poll(core, &e, 1, 30000) == 0);
+    CHECK(ckm_group_poll(only(core), &e, 1, 30000) == 0);
     CHECK(ckm_now_us() - begin_us >= 30000);
     ckm_core_destroy(core);
 }

@@ -21,6 +21,7 @@ struct segment {
 
 struct job {
     struct ckm_core *core;
+    struct ckm_group *group; /* the job's */
     struct shape shape;
     uint32_t buckets, flows, segment_bytes, jitter, percent;
     enum fault fault;
@@ -38,13 +39,17 @@ static void choose_job(struct job *job)
     static const uint16_t ranks[] = {2, 3, 4, 8};
     int large = rnd(8) == 0; /* payloads that are longer than the pieces that their CRC is taken in */
     uint32_t most = large ? 40000 : rnd(4) ? 3000 : 12;
-    *job = (struct job){.core = new_core(), .now = 1};
+    static const uint16_t numbers[] = {1, 2, 3};
+    uint32_t ngroups = 1 + rnd(3), group = rnd(ngroups);
+    *job = (struct job){.core = core_of(numbers, ngroups), .now = 1};
+    job->group = ckm_core_group(job->core, group);
     job->shape = (struct shape){
         .count = 1 + rnd(most),
         .nranks = ranks[rnd(4)],
         .nchannels = (uint16_t)(1 + rnd(MAX_FLOWS / 2)),
         .slices_per_chunk = (uint8_t)(1 + rnd(2)),
         .slice = 1 + rnd(large ? 20000 : 200),
+        .group = numbers[group],
     };
     job->shape.host_ranks = (uint8_t)(1 + rnd(job->shape.nranks - 1u));
     job->shape.entry = (uint8_t)rnd(job->shape.host_ranks);
@@ -132,7 +137,7 @@ static void take_complete(struct job *job, const struct ckm_event *e)
 static void take_events(struct job *job)
 {
     struct ckm_event events[16];
-    for (int n; (n = ckm_core_poll(job->core, events, 16, 0)) > 0;)
+    for (int n; (n = ckm_group_poll(job->group, events, 16, 0)) > 0;)
         for (int i = 0; i < n; i++) {
             if (events[i].kind == CKM_EVENT_COMPLETE) {
                 take_complete(job, &events[i]);
@@ -146,7 +151,7 @@ static void take_events(struct job *job)
 static void release_all(struct job *job)
 {
     while (job->nheld)
-        CHECK(ckm_core_release(job->core, job->held[--job->nheld]) == 0);
+        CHECK(ckm_group_release(job->group, job->held[--job->nheld]) == 0);
 }
 
 static void shift_sequence(struct job *job)
@@ -175,7 +180,7 @@ static void run_iteration(struct job *job, uint32_t iteration)
     take_events(job);
     if (rnd(2))
         release_all(job); /* else one iteration later */
-    ckm_core_incomplete(job->core, 1, iteration, missing, sizeof missing);
+    ckm_group_incomplete(job->group, 1, iteration, missing, sizeof missing);
     for (uint32_t b = 0; b < job->buckets; b++) {
         CHECK(job->complete[iteration][b] || missing[0] || job->damages);
         CHECK(job->complete[iteration][b] || faulty);
@@ -193,7 +198,7 @@ static void finish(struct job *job)
     CHECK(counters.held_bytes == 0);
     if (job->fault == FAULT_NONE)
         CHECK(job->damages == 0 && counters.gaps == 0 && counters.crc_errors == 0);
-    ckm_core_discard(job->core, ITERATIONS);
+    ckm_group_discard(job->group, ITERATIONS);
     ckm_core_counters(job->core, &counters);
     CHECK(counters.pool_used == 0);
     ckm_core_destroy(job->core);
