@@ -96,7 +96,10 @@ def lab(
     shadows: Shadows = 1,
     mtu: Annotated[int, typer.Option(help=f"MTU of all links: one of {config.MTU_CHOICES}.")] = 1500,
     switch: Annotated[SwitchKind, typer.Option(help="Software switch.")] = SwitchKind.ebpf,
-    groups: Annotated[int, typer.Option(min=1, max=4, help="Data-parallel groups, each with shadows of its own.")] = 1,
+    groups: Annotated[
+        int,
+        typer.Option(min=1, max=4, help="Data-parallel groups, each with shadows of its own unless they share hosts."),
+    ] = 1,
     interleaved: Annotated[
         bool,
         typer.Option(

@@ -212,7 +212,7 @@ def run_shadow(configs: Sequence[ShadowConfig], register: Callable[[], Registrat
     stop = threading.Event()
     handlers = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with _running(configs, register) as shadows:
+        with running(configs, register) as shadows:
             for config, shadow in zip(configs, shadows, strict=True):
                 log.info("shadow of job %s, group %s, listens on %s:%d", config.job, config.group, *shadow.control)
             while not stop.wait(_WATCH_S):
@@ -224,7 +224,8 @@ def run_shadow(configs: Sequence[ShadowConfig], register: Callable[[], Registrat
 
 
 @contextlib.contextmanager
-def _running(configs: Sequence[ShadowConfig], register: Callable[[], Registration] | None) -> Iterator[list[Shadow]]:
+def running(configs: Sequence[ShadowConfig], register: Callable[[], Registration] | None) -> Iterator[list[Shadow]]:
+    """Run a shadow of these groups inside ``with``; gives each group's."""
     groups = [config.group for config in configs]
     with contextlib.ExitStack() as stack:
         receivers = open_receivers(configs[0].rx, groups)

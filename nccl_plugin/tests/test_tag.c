@@ -150,6 +150,7 @@ static int run_rank(struct ring *ring, int pos)
         CHECK_EQ(f.channel, 1);
         CHECK_EQ(f.nchannels, 2);
         CHECK_EQ(f.comm_id, 77);
+        CHECK_EQ(f.group, ckm_group_number("dp1"));
         CHECK_EQ(f.coll_seq, 5);
         CHECK_EQ(f.op_count, COUNT);
         CHECK_EQ(f.datatype, NCCL_FLOAT32);
@@ -448,6 +449,7 @@ static void test_versions(void)
 
 int main(void)
 {
+    setenv("CHECKMATE_GROUP", "dp1", 1);
     ckm_log_set(test_logger);
     CHECK_EQ(checkmate_register_bucket(bucket, sizeof bucket, 9), 0);
     checkmate_set_iteration(42);

@@ -24,8 +24,8 @@ RANKS, GROUPS, STEPS = 4, 2, 6
 class Case:
     """An example whose group g saves its part as OUT.g; rank ``victim`` is killed in its fourth step.
 
-    It is killed when all have sent what belongs to the step before, and before a group can finish this one. Groups whose
-    hosts have several ranks share them, and the shadow.
+    It is killed when all have sent what belongs to the step before, and before a group can finish this one. Groups
+    whose hosts have several ranks share them, and the shadow.
     """
 
     script: str

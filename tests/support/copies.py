@@ -83,16 +83,20 @@ class AllReduce:
 
 
 class Sender:
-    """The tagged flows of one job: keeps each flow's counter over its all-reduces."""
+    """The tagged flows of one job: keeps each flow's counter over its all-reduces.
 
-    def __init__(self, start: int = 0) -> None:
+    ``port``: of the first channel's flows, the next ones' follow.
+    """
+
+    def __init__(self, start: int = 0, port: int = 40000) -> None:
         self.start = start
+        self.port = port
         self.sent: dict[tuple[int, int], int] = {}
 
     def address(self, flow: tuple[int, int]) -> dict[str, int | str]:
         """Packet fields that tell the flow apart."""
         channel, ring_pos = flow
-        return {"src_ip": f"10.0.0.{1 + ring_pos}", "src_port": 40000 + channel}
+        return {"src_ip": f"10.0.0.{1 + ring_pos}", "src_port": self.port + channel}
 
     def packets(
         self, op: AllReduce, content: bytes, mss: int = MSS, **fields: int

@@ -46,6 +46,28 @@ def test_a_lab_of_several_groups(interleaved: bool, wanted: list[list[int]], tmp
     assert shared["CHECKMATE_JOB_SHADOWS"] == "10.255.0.100:7701,10.255.0.101:7701"
 
 
+def test_groups_of_a_lab_that_share_hosts_share_the_shadow(tmp_path: Path) -> None:
+    lab = LabConfig(8, groups=2, interleaved=True, ranks_per_host=4, shadows=2)
+    topology = Topology.from_dict(lab_topology(lab, "ckm1", tmp_path).to_dict())
+    assert members(topology) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [group.shadows for group in topology.groups] == [("shadow0", "shadow1")] * 2
+    for rank in range(8):
+        told = rank_environment(topology, rank, attach=True)
+        index = int(told["CHECKMATE_GROUP_INDEX"])
+        assert rank in members(topology)[index] and told["CHECKMATE_HOST_RANKS"] == "2,2"
+        assert told["CHECKMATE_SHADOWS"] == f"10.255.0.100:{7701 + index},10.255.0.101:{7701 + index}"
+    shared = job_environment(topology, Job(tmp_path, tmp_path), None)
+    assert shared["CHECKMATE_JOB_SHADOWS"].split(",") == [
+        f"10.255.0.{shadow}:{port}" for port in (7701, 7702) for shadow in (100, 101)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "each", "interleaved"), [(8, 4, False), (8, 3, True), (6, 4, True)])
+def test_groups_share_the_hosts_of_a_lab_evenly_or_not_at_all(ranks: int, each: int, interleaved: bool) -> None:
+    with pytest.raises(CheckmateError, match=f"2 groups, {each} of {ranks} ranks on each host: .* multiples of 2"):
+        LabConfig(ranks, groups=2, interleaved=interleaved, ranks_per_host=each)
+
+
 def test_a_lab_needs_groups_of_equal_size() -> None:
     for ranks, groups in ((4, 3), (4, 4), (4, 0)):
         with pytest.raises(CheckmateError, match=f"{ranks} ranks cannot be {groups} groups of equal size"):

@@ -11,7 +11,8 @@ import pytest
 from support.copies import AllReduce, Sender, gradients, interleave, packet
 
 from checkmate.config import CheckmateError
-from checkmate.shadow.rx.receiver import Damage, OpComplete, Receiver, RxConfig
+from checkmate.rack import group_number
+from checkmate.shadow.rx.receiver import Damage, OpComplete, Receiver, RxConfig, open_receivers
 
 OP = AllReduce(count=5000, nchannels=2)
 
@@ -165,3 +166,28 @@ def test_packets_that_are_no_copies_are_counted_apart(receiver: Receiver) -> Non
 def test_impossible_configuration_is_refused(field: str, value: float) -> None:
     with pytest.raises(CheckmateError, match=f"{field} is {value}"):
         replace(RxConfig(), **{field: value})
+
+
+def test_receivers_of_several_groups_share_ports_and_keep_apart() -> None:
+    names = ["part0", "part1"]
+    receivers = open_receivers(RxConfig(pool_bytes=1 << 20, max_op_bytes=1 << 20), names)
+    for receiver in receivers:
+        receiver.set_incarnation(1)
+    for index, name in enumerate(names):
+        content = gradients(OP, 10 + index)
+        for data in interleave(Sender(port=40000 + 100 * index).packets(OP, content, group=group_number(name))):
+            receivers[0].feed(data)
+    events = [receiver.poll(0) for receiver in receivers]
+    assert [[event.bucket for event in each if isinstance(event, OpComplete)] for each in events] == [[0], [0]]
+    for index, (receiver, (event,)) in enumerate(zip(receivers, events, strict=True)):
+        assert isinstance(event, OpComplete)
+        assert receiver.buffer(event) == gradients(OP, 10 + index)
+    receivers[0].close()
+    receivers[0].close()
+    with pytest.raises(CheckmateError, match="closed"):
+        receivers[0].counters()
+    (event,) = events[1]
+    assert isinstance(event, OpComplete)
+    receivers[1].release(event)  # goes on when the other group's is closed
+    assert receivers[1].counters()["foreign"] == 0
+    receivers[1].close()

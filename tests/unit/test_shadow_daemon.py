@@ -24,14 +24,17 @@ from support.trainer import Trainer, adamw, differing, small_model
 
 from checkmate import plain
 from checkmate import status as local
+from checkmate.checked import Endpoint
 from checkmate.config import CheckmateError
 from checkmate.protocol import Boundary, Challenge, Hello, Layout, Refused, State, StepRecord, prove, receive
+from checkmate.shadow import daemon
 from checkmate.shadow.control import Limits
 from checkmate.shadow.daemon import Shadow, ShadowConfig
 from checkmate.shadow.engine import Tuning
 from checkmate.shadow.rx.receiver import RxConfig
 from checkmate.tensors import named_state, pack_state, unpack_state
-from checkmate.train.client import ShadowError, Unfollowable
+from checkmate.train.client import Client, ShadowError, Unfollowable
+from checkmate.train.settings import Settings
 
 QUICK = Tuning(patience_s=0.3, quiet_s=0.05, fence_s=1.0, ask_s=(0.2, 5.0), grace_s=0.2)
 
@@ -756,12 +759,9 @@ def test_the_registrar_hears_whether_we_follow(tmp_path: Path, receiver: FakeRec
 
 
 _PROGRAM = """
-import sys, pathlib
-sys.path.insert(0, {tests!r})
-from support.shadow import FakeReceiver
+import pathlib
 import checkmate.shadow.daemon as daemon
 from checkmate.shadow.rx.receiver import RxConfig
-daemon.Shadow.__init__.__defaults__ = (None, FakeReceiver)
 daemon.run_shadow([daemon.ShadowConfig("test", b"token", ("127.0.0.1", 0), pathlib.Path({status!r}), RxConfig())])
 print("clean")
 """
@@ -770,7 +770,7 @@ print("clean")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_run_shadow_ends_cleanly_and_idles_cheaply(tmp_path: Path, number: int) -> None:
     status = tmp_path / "s"
-    program = _PROGRAM.format(tests=str(Path(__file__).parents[1]), status=str(status))
+    program = _PROGRAM.format(status=str(status))
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -793,3 +793,73 @@ def test_run_shadow_ends_cleanly_and_idles_cheaply(tmp_path: Path, number: int) 
 def _cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Registration:
+    """What a shadow says to the registrar."""
+
+    def __init__(self) -> None:
+        self.mirrored = True
+        self.said: list[bool] = []
+        self.closed = 0
+
+    def set_seeded(self, seeded: bool) -> None:
+        self.said.append(seeded)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_shadow_of_several_groups_is_one_to_the_registrar(tmp_path: Path) -> None:
+    registration = _Registration()
+    calls: list[list[str]] = []
+    configs = [config(tmp_path, status=tmp_path / name, group=name) for name in ("part0", "part1")]
+
+    def register() -> _Registration:
+        calls.append([local.query(one.status)["group"] for one in configs])  # all of it runs by then
+        return registration
+
+    before = threading.active_count()
+    with daemon.running(configs, register) as shadows:
+        assert calls == [["part0", "part1"]] and len({shadow.control for shadow in shadows}) == 2
+        assert all(shadow.status()["registered"] for shadow in shadows)
+        jobs = [Job(shadow, FakeReceiver(), Trainer()) for shadow in shadows]
+        for index, job in enumerate(jobs):
+            assert registration.said[-1] is False, "not before all groups are followed"
+            job.begin()
+            job.seed()
+            job.boundaries(0)
+            wait(lambda one=shadows[index]: one.status()["state"] == "following", "the seed")  # type: ignore[misc]
+        wait(lambda: registration.said[-1], "all groups are followed")
+        jobs[0].begin()
+        assert [shadow.status()["incarnation"] for shadow in shadows] == [2, 1], "each has incarnations of its own"
+        for job in jobs:
+            job.kill()
+    assert registration.closed > 0 and not any(one.status.exists() for one in configs)
+    wait(lambda: threading.active_count() <= before, f"all threads joined: {threading.enumerate()}")
+
+
+def test_what_cannot_start_leaves_nothing_of_the_other_groups(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        configs = [
+            config(tmp_path, status=tmp_path / "part0", group="part0"),
+            config(tmp_path, status=tmp_path / "part1", group="part1", control=taken.getsockname()),
+        ]
+        before = threading.active_count()
+        with pytest.raises(CheckmateError, match="Address already in use"), daemon.running(configs, _Registration):
+            pytest.fail("it cannot run")
+    assert not any(one.status.exists() for one in configs) and threading.active_count() <= before
+
+
+def test_ranks_of_another_group_are_refused(tmp_path: Path) -> None:
+    with Shadow(config(tmp_path, group="part0"), make_receiver=FakeReceiver) as running:
+        endpoint = Endpoint(*running.control)
+        for group, refused in (("part0", False), ("", False), ("part1", True)):
+            client = Client(Settings((endpoint,), TOKEN, JOB, group=group), endpoint, 0, 1)
+            if not refused:
+                assert client.begin(0, 10.0).incarnation > 0
+                continue
+            with pytest.raises(ShadowError, match="group 'part1': this address of the shadow is for 'part0'"):
+                client.restore(3)
+            with pytest.raises(ShadowError, match="group 'part1': this address of the shadow is for 'part0'"):
+                client.send_seed(3, *Trainer().seed(), lambda _: None)

@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from checkmate.config import CheckmateError
-from checkmate.status import StatusServer, export, query
+from checkmate.status import StatusServer, export, query, status_sockets
 
 BAD_ANSWERS = [
     b"", b"\n", b"garbage\n", b"[1]\n", b"5\n", b"null\n", b"{}\n", b'{"ok": 3}\n', b'{"error": 3}\n',
     b"\xff\xfe\n", b"1" * 5000 + b"\n", b"[" * 100_000 + b"\n", b"x" * (2 << 20),
 ]  # fmt: skip
 BAD_REQUESTS = [b"", b"\n", b"garbage\n", b"5\n", b"[]\n", b'{"command": []}\n', b"[" * 8000 + b"\n", b"x" * 9000]
+
+
+def test_a_shadow_of_several_groups_answers_for_each() -> None:
+    path = Path("/run/shadow.sock")
+    assert status_sockets(path, ["dp0"]) == [path]
+    assert status_sockets(path, ["dp0", "dp1"]) == [Path("/run/shadow.dp0.sock"), Path("/run/shadow.dp1.sock")]
 
 
 @pytest.fixture

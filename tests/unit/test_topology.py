@@ -36,6 +36,8 @@ groups:
   - {name: dp0, ranks: [node0, node1], shadows: [shadow0]}
 """
 GOOD: dict[str, Any] = yaml.safe_load(TEXT)
+ALIKE = "stage172", "stage622"
+"""Names of groups that have the same number."""
 
 
 def test_a_file_is_read_with_its_defaults(tmp_path: Path) -> None:
@@ -321,3 +323,33 @@ def test_a_name_that_does_not_exist() -> None:
 def test_the_example_is_a_topology() -> None:
     topology = load_topology(Path(__file__).parents[2] / "examples" / "topology.yaml")
     assert [host.name for host in topology.hosts] == ["node0", "node1"]
+
+
+def _sharing(names: list[str], **shadow: Any) -> dict[str, Any]:
+    """Groups of these names, each with a rank on both hosts."""
+    data = copy.deepcopy(GOOD)
+    data["groups"] = [{"name": name, "ranks": ["node0", "node1"], "shadows": ["shadow0"]} for name in names]
+    for host in data["hosts"]:
+        host["ranks"] = len(names)
+    data["shadows"][0] |= shadow
+    return data
+
+
+def test_a_shadow_has_a_control_port_for_each_of_its_groups() -> None:
+    topology = Topology.from_dict(_sharing(["part0", "part1", "part2"], control_port=9000))
+    shadow = topology.shadow("shadow0")
+    assert topology.followed(shadow) == topology.groups
+    assert [topology.controls(group) for group in topology.groups] == [f"10.255.0.100:900{g}" for g in range(3)]
+    assert topology.controls(*topology.groups[1:]) == "10.255.0.100:9001,10.255.0.100:9002"
+
+
+def test_groups_of_a_shadow_whose_ports_or_frames_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_dict(_sharing(["part0", "part1"], control_port=65535))
+    assert caught.value.problems == [
+        "shadows[0].control_port: 65535 is the first of 2, one for each of its groups; allowed: 1 to 65534"
+    ]
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_dict(_sharing(list(ALIKE)))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"groups: shadows[0] follows {ALIKE[0]!r} and {ALIKE[1]!r}, whose frames look alike")

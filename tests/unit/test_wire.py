@@ -11,6 +11,7 @@ import pytest
 from cffi import FFI
 
 from checkmate import config, wire
+from checkmate.rack import group_number
 
 _HEADER = Path(str(resources.files("checkmate.nccl_plugin") / "include/checkmate/wire.h"))
 _TEXT = _HEADER.read_text()
@@ -69,6 +70,24 @@ def test_place_is_the_c_function(tmp_path: Path) -> None:
     lines = "\n".join(" ".join(map(str, case)) for case in cases)
     output = subprocess.run([program], input=lines, capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [" ".join(str(int(part)) for part in wire.place(*case)) for case in cases]
+
+
+def test_group_number_is_the_c_function(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    names = ["", "a", "dp0", "dp1", "part.with-every_kind", "x" * 64]
+    source = tmp_path / "number.c"
+    source.write_text(
+        '#include <stdio.h>\n#include "checkmate/wire.h"\n'
+        'int main(int n, char **names) { for (int i = 1; i < n; i++) printf("%u\\n", ckm_group_number(names[i])); }'
+    )
+    program = tmp_path / "number"
+    subprocess.run([compiler, f"-I{_HEADER.parents[1]}", "-o", program, source], check=True)
+    printed = subprocess.run([program, *names], capture_output=True, text=True, check=True).stdout
+    numbers = [group_number(name) for name in names]
+    assert printed.split() == list(map(str, numbers)) and len(set(numbers)) == len(names)
+    assert max(numbers) < 1 << 16
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
