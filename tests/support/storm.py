@@ -4,6 +4,8 @@ What is struck, and when, follows from a seed. Meanwhile this module does what a
 that died are started again, a job that died whole is, too, and where a refusal says that all shadows must be restarted,
 they are. What the documentation promises is checked: a state is refused only when a shadow lost its part while the job
 was down, or the other way round; no committed step is ever lost; training that runs is never held up.
+
+Shadows that groups share hold a part of each: what is struck is a shadow, what is lost are its parts.
 """
 
 import itertools
@@ -82,14 +84,15 @@ class Draw:
 
 
 class Storm:
-    """One run. ``name``: of its files in the lab; ``script`` with ``arguments``: saves its parts as OUT.g."""
+    """One run. ``name``: of its files in the lab; ``command``: a script that saves its parts as OUT.g, with options."""
 
-    def __init__(self, rack: Rack, name: str, draw: Draw, script: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, rack: Rack, name: str, draw: Draw, command: Sequence[str]) -> None:
         self.rack, self.name, self.draw = rack, name, draw
         self.out = self._file("pt")
-        self._script = script
-        self._arguments = [*arguments, f"--out={self.out}"]
-        self._shadows = range(len(rack.lab.topology.shadows))
+        self._command = [*command, f"--out={self.out}"]
+        shadows = rack.lab.topology.shadows
+        self._shadows = range(len(shadows))
+        self._owners = [n for n in self._shadows for _ in rack.lab.topology.followed(shadows[n])]
         self._due: list[tuple[float, str, int]] = []
         self.lost: set[int] = set()
         self.whole = False
@@ -128,7 +131,8 @@ class Storm:
 
     def story(self) -> str:
         """For messages."""
-        tails = [self.rack.lab.log_tail(f"{name}.log", 60) for name in (self.name, "shadow", "shadow1", "shadow2")]
+        names = [self.name, *(f"shadow{number or ''}" for number in self._shadows)]
+        tails = [f"== {name}\n{self.rack.lab.log_tail(f'{name}.log', 60)}" for name in names]
         return "\n".join([f"seed {self.draw.seed}: {self.draw}", *self.log, *tails])
 
     # Strikes
@@ -164,7 +168,7 @@ class Storm:
                     self._kill_rank(strike.rank)
 
     def _kill_rank(self, rank: int) -> None:
-        pids = self._pids(self.rack.lab.topology.places[rank].host.netns)
+        pids = [pid for pid in self._pids(self.rack.lab.topology.places[rank].host.netns) if _is_of(rank, pid)]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -197,7 +201,7 @@ class Storm:
         process = self._process(shadow)
         process.kill()
         process.wait(10)
-        self.lost.add(shadow)
+        self.lost.update(part for part, owner in enumerate(self._owners) if owner == shadow)
         if not self._is_settled():
             self._excuse("a shadow's part is lost while the job is down")
 
@@ -205,7 +209,7 @@ class Storm:
         notes = self.notes()
         self._ended = len(notes), notes[-1]["incarnation"] if notes else 0
         if self.lost:
-            self._excuse(f"the job is down while shadows {self.lost} have no state")
+            self._excuse(f"the job is down while the parts {self.lost} are lost")
 
     def _excuse(self, why: str) -> None:
         self._say(f"a refusal is allowed: {why}")
@@ -239,13 +243,13 @@ class Storm:
                 self._process(number).send_signal(signal.SIGCONT)
 
     def _look(self) -> None:
-        """Which shadows hold something again."""
+        """Which parts are held again."""
         self._looked = time.monotonic()
-        for number in list(self.lost):
-            status = self.rack.services.shadow_status(number)
+        for part in list(self.lost):
+            status = self.rack.services.shadow_status(part)
             if status and status["committed"] is not None and status["state"] == "following":
-                self._say(f"shadow {number} holds step {status['committed']} again")
-                self.lost.remove(number)
+                self._say(f"shadow {self._owners[part]} holds step {status['committed']} of {status['group']} again")
+                self.lost.remove(part)
         if self.excused and not self.lost and self._is_settled() and self._is_held():
             self._say("all hold states again")
             self.excused = False
@@ -277,7 +281,7 @@ class Storm:
         return True
 
     def _is_held(self) -> bool:
-        """All shadows hold a step of the run that is under way."""
+        """All parts of a step of the run that is under way are held."""
         incarnation = self.notes()[-1]["incarnation"]
         held = [status and status["incarnation"] == incarnation and status["committed"] for status in self._statuses()]
         return all(step is not None and step is not False for step in held)
@@ -321,7 +325,7 @@ class Storm:
     # Processes
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        arguments = [str(self.draw.pause), str(self._file("report")), str(self._script), *self._arguments]
+        arguments = [str(self.draw.pause), str(self._file("report")), *self._command]
         return self.rack.services.run(
             PACED,
             arguments,
@@ -338,7 +342,8 @@ class Storm:
         return [int(pid) for pid in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
 
     def _statuses(self) -> list[dict[str, Any] | None]:
-        return [self.rack.services.shadow_status(number) for number in self._shadows]
+        """Of each part."""
+        return [self.rack.services.shadow_status(part) for part in range(len(self._owners))]
 
     def _steps(self) -> int:
         return sum(note["kind"] == "step" and note["rank"] == 0 for note in self.notes())
@@ -353,3 +358,10 @@ class Storm:
 
     def _say(self, text: str) -> None:
         self.log.append(f"{time.monotonic() - self._began:7.2f} s, {self._steps()} steps: {text}")
+
+
+def _is_of(rank: int, pid: int) -> bool:
+    """The process is this rank's, which may share a host with others."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
