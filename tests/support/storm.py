@@ -246,7 +246,7 @@ class Storm:
         """Which parts are held again."""
         self._looked = time.monotonic()
         for part in list(self.lost):
-            status = self.rack.services.shadow_status(part)
+            status = self._status(part)
             if status and status["committed"] is not None and status["state"] == "following":
                 self._say(f"shadow {self._owners[part]} holds step {status['committed']} of {status['group']} again")
                 self.lost.remove(part)
@@ -341,9 +341,13 @@ class Storm:
         command = ["ip", "netns", "pids", str(netns)]
         return [int(pid) for pid in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
 
+    def _status(self, part: int) -> dict[str, Any] | None:
+        """None while nobody answers. A shadow that stands still isn't asked: waiting for it would delay the strikes."""
+        stands_still = any(what == "continue" and number == self._owners[part] for _, what, number in self._due)
+        return None if stands_still else self.rack.services.shadow_status(part)
+
     def _statuses(self) -> list[dict[str, Any] | None]:
-        """Of each part."""
-        return [self.rack.services.shadow_status(part) for part in range(len(self._owners))]
+        return [self._status(part) for part in range(len(self._owners))]
 
     def _steps(self) -> int:
         return sum(note["kind"] == "step" and note["rank"] == 0 for note in self.notes())
