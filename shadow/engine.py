@@ -215,6 +215,7 @@ class Engine:
         self._refused: str | None = None
         self._full: str | None = None
         self._ordered: int | None = None
+        self._passed: int | None = None
         self._asked = 0.0
         self._ask_pause = 0.0
         self._ask_from = 0.0
@@ -430,7 +431,7 @@ class Engine:
                 self._ordered = message.seed_at
                 if self._needs_seed:
                     self._course.shorten()
-                self._ask(message.seed_at)
+                self._pass_order()
 
     def _settle(self, incarnation: int, history: int, step: int) -> None:
         if incarnation != self._incarnation:
@@ -516,6 +517,13 @@ class Engine:
 
     def _ask_again(self) -> None:
         self._asked = 0.0
+        if self._ordered != self._passed:
+            self._pass_order()
+
+    def _pass_order(self) -> None:
+        """Ask rank 0 for the seed that the coordinator ordered; where it can't be reached, when it is connected."""
+        if self._ask(self._ordered):
+            self._passed = self._ordered
 
     # What follows -------------------------------------------------------------------------------------------------
 
@@ -654,7 +662,7 @@ class Engine:
         self._staging.begin(world, start.state.step if start else None, start.boundaries if start else {})
         self._staging.queued = self._course.queued
         self._verifier.begin()
-        self._refused = self._full = self._ordered = None
+        self._refused = self._full = self._ordered = self._passed = None
         self._ask_pause = self._asked = self._ask_from = 0.0
         self._discarded = 0
         self._listener.incarnation(incarnation)

@@ -416,6 +416,18 @@ def test_a_shadow_that_waits_for_another_has_room_for_what_follows_a_seed(team: 
     assert [team.status(number)["state"] for number in (0, 1)] == ["following", "following"]
 
 
+def test_an_order_waits_for_rank_0(team: Team) -> None:
+    """It came before rank 0's connection; the next one would be seconds later."""
+    assert team.begin() is None and team.begun is not None
+    team.coordinator = Coordinator(team.clients(), team.begun.incarnation, lambda: (team.trainer.step, 0.1))
+    for shadow in team.shadows:
+        wait(lambda one=shadow: one._engine._ordered is not None, "an order")  # type: ignore[misc]
+    ordered = [shadow._engine._ordered for shadow in team.shadows]
+    team.connect(coordinate=False)
+    for number in (0, 1):
+        wait(lambda n=number: requests(team, n) == [ordered[n]], "the order to be passed on", 3.0)  # type: ignore[misc]
+
+
 def requests(team: Team, number: int) -> list[int]:
     """Steps of the seeds that a shadow asked rank 0 for."""
     rank = team.ranks[number][0]
