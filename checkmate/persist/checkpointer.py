@@ -112,6 +112,8 @@ class Checkpointer:
         self._running: dict[Future[Saved], Snapshot] = {}
         self._untold: list[Exception] = []
         self._resumed: Checkpoint | None = None
+        self._undecided: dict[int, int] = {}
+        """Saves whose outcome the store did not tell, and their counters: each keeps a slot."""
         self._closed = False
         self.failures = 0
         """Saves that failed."""
@@ -248,7 +250,7 @@ class Checkpointer:
         try:
             engine = self._engine_for(packed.data_bytes, len(metadata))
             ticket = engine.begin(step, packed.data_bytes, len(metadata), timeout_s=self._timeout_s)
-        except (PersistError, OSError) as error:
+        except (PersistError, OSError, StoreError) as error:
             if self._file.engine is None:
                 raise
             return self._failed(error, number)
@@ -257,7 +259,18 @@ class Checkpointer:
             snapshot = Snapshot(packed, ticket, engine.about().options.chunk_bytes, pinned, self._timeout_s)
             snapshot.start()
             executor = self._executor = self._executor or ThreadPoolExecutor(self.in_flight + 1, "checkmate-persist")
-            job = _Job(engine, ticket, snapshot, metadata, step, packed.data_bytes, start, self._coordinator, number)
+            job = _Job(
+                engine,
+                ticket,
+                snapshot,
+                metadata,
+                step,
+                packed.data_bytes,
+                start,
+                self._coordinator,
+                number,
+                self._undecided,
+            )
             future = executor.submit(job.run, self._timeout_s)
         except BaseException as error:  # an interrupt, too: its slot would be taken for ever
             ticket.abort()
@@ -274,10 +287,25 @@ class Checkpointer:
         if self._file.needs_rest(data_bytes, meta_bytes):
             self._drain()
             self._unpin()
-        if self._resumed and self._file.engine:  # before the file is made anew with its newest
-            _forget_newer(self._file.engine, self._resumed)
-            self._resumed = None
+        if self._file.engine:  # before the file is made anew with its newest
+            self._settle(self._file.engine)
         return self._file.fit(data_bytes, meta_bytes)
+
+    def _settle(self, engine: Engine) -> None:
+        """What was durable without being committed must not keep its slot for ever. Raises StoreError, PersistError."""
+        if self._resumed:
+            _forget_newer(engine, self._resumed)
+            for number, counter in list(self._undecided.items()):
+                if counter >= self._resumed.counter:
+                    del self._undecided[number]
+            self._resumed = None
+        for number, counter in list(self._undecided.items()):
+            assert self._coordinator
+            if self._coordinator.settle(number):
+                engine.publish(counter)
+            else:
+                engine.discard(counter)
+            del self._undecided[number]
 
     def _gated(self) -> set[MemoryKey]:
         return {key for optimizer, _ in self._optimizers for key in _memory_of(optimizer, only_stepped=False)}
@@ -401,6 +429,7 @@ class _Job:
     start: float
     coordinator: Coordinator | None
     number: int
+    undecided: dict[int, int]
 
     def run(self, timeout_s: float) -> Saved:
         try:
@@ -420,8 +449,9 @@ class _Job:
     def _commit(self, coordinator: Coordinator) -> State:
         try:
             coordinator.commit(self.number, self.step)
-        except StoreError:
-            raise  # the others may have committed: it stays as it is for recovery to decide
+        except StoreError:  # the others may have committed: it stays as it is until the store, or recovery, decides
+            self.undecided[self.number] = self.ticket.counter
+            raise
         except AgreementError:
             self.engine.discard(self.ticket.counter)
             raise

@@ -79,8 +79,9 @@ class Coordinator:
             self._decide(save, f"not all ranks saved it, such as {strangers}" if strangers else _COMMIT)
         try:
             outcome = self._get(f"save/{save}/outcome", "not all ranks hold it")
-        except _SilenceError as silence:
-            outcome = self._decide(save, f"{silence}: {self._without(save, step)} do not")
+        except _SilenceError as silence:  # the last to hold it may have died before it said so: it is held all the same
+            strangers = self._without(save, step)
+            outcome = self._decide(save, f"{silence}: {strangers} do not" if strangers else _COMMIT)
         self._forget(save - _REMEMBERED)
         if outcome != _COMMIT:
             raise AgreementError(f"step {step} was not committed: {outcome}")
@@ -89,6 +90,15 @@ class Coordinator:
         """This rank will not hold the step: nobody shall wait for it. Never raises."""
         with contextlib.suppress(AgreementError):  # the store is gone: the others' waits are bounded
             self._decide(save, f"rank {self.rank} failed: {reason}")
+
+    def settle(self, save: int) -> bool:
+        """Whether all ranks commit a save whose outcome the store did not tell; if it has none yet, none does.
+
+        Raises StoreError.
+        """
+        if save <= self._saves - _REMEMBERED:
+            raise StoreError(f"the job's store failed for {_REMEMBERED} saves, the outcome is forgotten; restart the job")
+        return self._decide(save, f"rank {self.rank} lost the store") == _COMMIT
 
     def choose(self, held: Sequence[Identity]) -> Identity | None:
         """The newest checkpoint that all ranks hold, of those that each holds, newest first; None: there is none."""

@@ -200,6 +200,49 @@ def test_prepared_on_all_ranks_is_held_by_all_ranks(tmp_path: Path, monkeypatch:
     again.close()
 
 
+def test_a_store_that_comes_back_frees_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More saves than slots fail, each at once: a trainer does not wait for a slot that cannot become free."""
+    job = Job(tmp_path)
+    job.save(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Coordinator, "commit", gone)
+        broken.setattr(Coordinator, "_decide", gone)
+        start = time.monotonic()
+        for step in range(2, 7):
+            assert all(isinstance(error, StoreError) for error in job.save(step))
+        assert time.monotonic() - start < PATIENCE_S / 2
+    assert job.save(7) == [True] * WORLD
+    assert job.load() == [7] * WORLD
+    assert all([c.step for c in rank.list()] == [7, 1] for rank in job.ranks)
+    job.close()
+
+
+def test_a_rank_that_did_not_hear_of_the_commit_commits_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, commit = Job(tmp_path), Coordinator.commit
+
+    def deaf(self: Coordinator, save: int, step: int) -> None:
+        commit(self, save, step)
+        if self.rank == 0 and step == 2:
+            gone(self, save, step)
+
+    monkeypatch.setattr(Coordinator, "commit", deaf)
+    job.save(1)
+    error, *others = job.save(2)
+    assert isinstance(error, StoreError) and others == [True] * (WORLD - 1)
+    assert job.save(3) == [True] * WORLD
+    assert all([(c.step, c.published) for c in rank.list()] == [(3, True), (2, True), (1, True)] for rank in job.ranks)
+    job.close()
+
+
+def test_what_all_hold_is_committed_though_the_last_died_right_after_it_said_so() -> None:
+    first, last = (Coordinator(store, rank, 2, "test", 0.5) for store in [HashStore()] for rank in range(2))
+    last._set("save/1/1", "7")
+    first.commit(1, 7)
+    last._set("save/2/1", "another step")
+    with pytest.raises(AgreementError, match="ranks 1 do not"):
+        first.commit(2, 8)
+
+
 def test_what_was_resumed_outlives_a_larger_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody had published it, and the first save after the restart makes the file anew, with its newest."""
 
