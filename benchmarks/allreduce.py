@@ -32,8 +32,8 @@ from common import (
     add_placement_options,
     console,
     count,
+    counts,
     draw,
-    numbers,
     print_json,
     progress,
     ratios,
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--network", choices=("switch", "bridge"), default="switch")
     parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
+    parser.add_argument("--sizes", type=counts, default=(1, 2, 4, 8, 16, 32, 64), help="MiB, with commas")
     parser.add_argument("--repetitions", type=count, default=9)
     parser.add_argument("--block-s", type=float, default=0.4)
     parser.add_argument("--channels", type=count, default=DEFAULT_CHANNELS)

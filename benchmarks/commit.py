@@ -20,7 +20,7 @@ from common import (
     add_placement_options,
     console,
     count,
-    numbers,
+    counts,
     print_json,
     progress,
     run_as_root,
@@ -110,7 +110,7 @@ def show(results: list[Measured], options: Options, to: Console) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=numbers, default=(1_000_000, 3_000_000, 10_000_000), help="with commas")
+    parser.add_argument("--params", type=counts, default=(1_000_000, 3_000_000, 10_000_000), help="with commas")
     parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--mtu", type=int, choices=(1500, 9000), default=9000)
     parser.add_argument("--steps", type=count, default=40, help=f"of each job, {SKIPPED + 1} to {MOST_STEPS}")

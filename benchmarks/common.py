@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -56,16 +57,46 @@ def turns(names: Sequence[T], repetition: int) -> list[T]:
     return order if repetition % 2 == 0 else order[::-1]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For an option's value that must be a whole number, ``least`` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number, {least} or more")
+        return int(text)
+
+    return parse
+
+
+count = at_least(1)
+
+
 def numbers(text: str) -> tuple[int, ...]:
-    """Of the form "1,4,16"."""
-    return tuple(int(part) for part in text.split(",") if part)
+    """Of the form "1,4,16"; none, too."""
+    return tuple(at_least(0)(part) for part in text.split(",") if part)
 
 
-def count(text: str) -> int:
-    """An option's value that must be at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
-    return int(text)
+def counts(text: str) -> tuple[int, ...]:
+    """Of the form "1,4,16", at least one, each at least 1."""
+    return tuple(map(count, text.split(",")))
+
+
+def amount(text: str) -> float:
+    """An option's value that must be more than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number greater than 0")
+    return value
+
+
+def folder(text: str) -> str:
+    """An option's value that must be an existing folder."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is no folder; make it first, or choose another")
+    return text
 
 
 def add_output_options(parser: argparse.ArgumentParser, plot: bool = True) -> None:

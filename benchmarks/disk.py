@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from common import amount
+
 from checkmate.config import CheckmateError
 
 _MB = 1_000_000
@@ -22,11 +24,11 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """``--write-mbps`` and ``--write-iterations``."""
 
     def rate(text: str) -> float:
-        return AUTO if text == "auto" else float(text)
+        return AUTO if text == "auto" else 0.0 if text == "0" else amount(text)
 
     text = "limit the disk to this many MB/s of writes (root; 0: no limit; auto: a write takes --write-iterations)"
     parser.add_argument("--write-mbps", type=rate, default=0.0, help=text)
-    parser.add_argument("--write-iterations", type=float, default=10.0, help="that one checkpoint's write takes")
+    parser.add_argument("--write-iterations", type=amount, default=10.0, help="that one checkpoint's write takes")
 
 
 def mbps(wanted: float, nbytes: int, iteration_s: float, iterations: float) -> float:

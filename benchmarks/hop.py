@@ -29,8 +29,8 @@ from common import (
     add_output_options,
     console,
     count,
+    counts,
     draw,
-    numbers,
     print_json,
     progress,
     run_as_root,
@@ -288,7 +288,7 @@ def plot(rows: Sequence[Row], axes: Axes) -> None:
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--payloads", type=numbers, default=(64, 1448, 8932), help="bytes behind the TCP header")
+    parser.add_argument("--payloads", type=counts, default=(64, 1448, 8932), help="bytes behind the TCP header")
     parser.add_argument("--repetitions", type=count, default=9)
     parser.add_argument("--window", type=count, default=32, help="BMv2 queues 64 frames for a port")
     parser.add_argument("--blocks", type=count, default=25, help="streams of frames in a repetition")

@@ -30,6 +30,7 @@ from baselines import CheckFreq, Gemini, NoSaver, PCcheck, add_saver_options, dr
 from common import (
     Spread,
     add_output_options,
+    amount,
     console,
     count,
     draw,
@@ -258,14 +259,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_training_options(parser, params=10_000_000, batch=1)
     parser.add_argument("--intervals", type=numbers, default=(10, 50), help="in iterations; 0: as each way chooses")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
-    parser.add_argument("--hours", type=float, default=1.0, help="of the trace")
+    parser.add_argument("--seconds", type=amount, default=60.0, help="of each run")
+    parser.add_argument("--hours", type=amount, default=1.0, help="of the trace")
     parser.add_argument("--trace", type=Path, default=traces.SPOT, help="lines of seconds,machines")
     parser.add_argument("--repetitions", type=count, default=1)
     add_limit_options(parser)
     add_saver_options(parser, leave_out=Gemini.name)
     add_output_options(parser)
     arguments = parser.parse_args()
+    try:
+        traces.failures(arguments.trace)
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     options = Options(**{name: getattr(arguments, name) for name in Options.__dataclass_fields__})
     to = console(arguments)
     torch.set_num_threads(1)

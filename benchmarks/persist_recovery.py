@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from baselines import Gpm, NoSaver, PCcheck, Saver, TorchSave, add_saver_options, drop_cache, make
-from common import Spread, add_output_options, console, draw, print_json, progress, turns
+from common import Spread, add_output_options, console, count, draw, print_json, progress, turns
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
@@ -114,8 +114,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_training_options(parser, params=20_000_000, batch=2)
-    parser.add_argument("--interval", type=int, default=10)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--interval", type=count, default=10, help="iterations between checkpoints")
+    parser.add_argument("--repetitions", type=count, default=3)
     add_saver_options(parser, leave_out=NoSaver.name)
     add_output_options(parser)
     arguments = parser.parse_args()

@@ -20,7 +20,18 @@ from typing import Any
 
 import torch
 from baselines import NoSaver, PCcheck, Saver, add_saver_options, make
-from common import Spread, add_output_options, console, draw, numbers, print_json, progress, turns
+from common import (
+    Spread,
+    add_output_options,
+    at_least,
+    console,
+    count,
+    counts,
+    draw,
+    print_json,
+    progress,
+    turns,
+)
 from disk import add_limit_options, mbps, write_limit
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -166,10 +177,10 @@ def main() -> None:
         default=KINDS,
         help=f"with commas, of {', '.join(KINDS)}",
     )
-    parser.add_argument("--intervals", type=numbers, default=(1, 5, 10, 25, 50, 100))
-    parser.add_argument("--params", type=int, default=20_000_000)
-    parser.add_argument("--batch", type=int, default=0, help="samples of an iteration; 0: chosen")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--intervals", type=counts, default=(1, 5, 10, 25, 50, 100), help="in iterations, with commas")
+    parser.add_argument("--params", type=count, default=20_000_000, help="about")
+    parser.add_argument("--batch", type=at_least(0), default=0, help="samples of an iteration; 0: chosen")
+    parser.add_argument("--repetitions", type=count, default=3)
     add_limit_options(parser)
     add_saver_options(parser)
     add_output_options(parser)

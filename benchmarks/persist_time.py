@@ -24,8 +24,10 @@ from common import (
     add_kinds_option,
     add_output_options,
     console,
+    count,
+    counts,
     draw,
-    numbers,
+    folder,
     print_json,
     progress,
     turns,
@@ -130,9 +132,9 @@ def show(measured: list[Measured], options: Options, to: Console) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=numbers, default=(16, 64, 256), help="MiB, with commas")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--storage", default=".", help="folder on the file system to write to")
+    parser.add_argument("--sizes", type=counts, default=(16, 64, 256), help="MiB, with commas")
+    parser.add_argument("--repetitions", type=count, default=5)
+    parser.add_argument("--storage", type=folder, default=".", help="folder on the file system to write to")
     add_kinds_option(parser, tuple(name for name in SAVERS if name != NoSaver.name))
     add_output_options(parser)
     arguments = parser.parse_args()

@@ -31,7 +31,7 @@ from common import (
     add_placement_options,
     console,
     count,
-    numbers,
+    counts,
     print_json,
     progress,
     ratios,
@@ -240,7 +240,7 @@ def show(rates: dict[str, list[float]], options: Options, to: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=count, default=500, help="parameters and optimizer state")
-    parser.add_argument("--ranks", type=numbers, default=(1, 4), help="that restore at once, with commas")
+    parser.add_argument("--ranks", type=counts, default=(1, 4), help="that restore at once, with commas")
     parser.add_argument("--repetitions", type=count, default=9)
     add_placement_options(parser)
     add_output_options(parser, plot=False)

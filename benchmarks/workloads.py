@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import count
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,8 +130,8 @@ def seconds(action: Callable[[], object]) -> float:
 def add_training_options(parser: argparse.ArgumentParser, params: int, batch: int) -> None:
     """``--model``, ``--params`` and ``--batch``."""
     parser.add_argument("--model", choices=KINDS, default="opt")
-    parser.add_argument("--params", type=int, default=params)
-    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--params", type=count, default=params, help="about")
+    parser.add_argument("--batch", type=count, default=batch, help="samples of an iteration")
 
 
 def _images(batch: int) -> tuple[Tensor, Tensor]:

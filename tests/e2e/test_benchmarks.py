@@ -60,6 +60,12 @@ def test_ingest() -> None:
         assert result["ratio"] == pytest.approx(result["ingest_gbs"][0] / result["copy_gbs"][0])
 
 
+def test_optimizer() -> None:
+    measured = figures("optimizer.py", "--elements=200000", "--repetitions=3")
+    assert measured["ratios"].keys() == {"flat", "parameters", "bf16 gradients", "bf16 masters"}
+    assert all(0 < ratio["least"] <= ratio["median"] for ratio in measured["ratios"].values())
+
+
 def test_hop(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     small = ["--payloads=1448", "--repetitions=2", "--blocks=2", "--singles=20"]

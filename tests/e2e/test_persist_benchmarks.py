@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,36 @@ def test_goodput_really_and_by_the_model(tmp_path: Path) -> None:
         assert one["failures"] == 2
         assert one["goodput"] > 0
         assert one["goodput"] == pytest.approx(one["modelled"], rel=0.5)
+
+
+def test_nonsense_is_refused(tmp_path: Path) -> None:
+    sys.path.append(str(FOLDER))
+    from common import amount, counts, folder, numbers  # noqa: PLC0415 - a folder of scripts
+
+    assert (numbers(""), numbers("0,3"), counts("1,4"), amount("0.5"), folder(str(tmp_path))) == (
+        *((), (0, 3), (1, 4), 0.5),
+        str(tmp_path),
+    )
+    for parse, text in ((numbers, "-1"), (counts, "0"), (counts, ""), (amount, "0"), (amount, "nan"), (folder, "/no")):
+        with pytest.raises(ArgumentTypeError, match=r"must be|is no folder"):
+            parse(text)
+    trace = tmp_path / "trace"
+    trace.write_text("0,4\nsoon,3\n")
+    command = [sys.executable, str(FOLDER / "persist_goodput.py"), f"--trace={trace}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "trace:2: 'soon,3' is not of the form seconds,machines" in done.stderr
+
+
+@pytest.mark.slow
+def test_sustained_write(tmp_path: Path) -> None:
+    small = ["--megabytes=4", "--chunk=1", "--checkpoints=2", "--repetitions=2", f"--folder={tmp_path}"]
+    measured = figures("persist_write.py", *small)
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in measured["rates"].values())
+    engine, plain = (measured["rates"][name] for name in ("engine", "plain"))
+    quotients = [ours / theirs for ours, theirs in zip(engine, plain, strict=True)]
+    assert measured["ratio"]["median"] == pytest.approx(sum(quotients) / 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
