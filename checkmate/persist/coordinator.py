@@ -97,7 +97,7 @@ class Coordinator:
         Raises StoreError.
         """
         if save <= self._saves - _REMEMBERED:
-            raise StoreError(f"the job's store failed for {_REMEMBERED} saves, the outcome is forgotten; restart the job")
+            raise StoreError(f"the job's store failed for {_REMEMBERED} saves, their outcome is lost: restart the job")
         return self._decide(save, f"rank {self.rank} lost the store") == _COMMIT
 
     def choose(self, held: Sequence[Identity]) -> Identity | None:

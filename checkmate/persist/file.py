@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -41,8 +42,9 @@ class CheckpointFile:
         require_whole("capacity", capacity, 0)
         if memory is not None:
             require_whole("memory", memory, 1)
-        if not timeout_s > 0:
-            raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 seconds")
+        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            most = f"{threading.TIMEOUT_MAX:.0f}"
+            raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 and at most {most} s")
         _require_name(path)
         self.path = Path(os.path.realpath(path)) if path.is_symlink() else path  # what it points to grows, not the link
         self._in_flight = in_flight
@@ -54,6 +56,8 @@ class CheckpointFile:
         self._inode = (0, 0)
         if self.path.exists():
             self._use(self._open(self.path))
+            with contextlib.suppress(OSError):
+                self._new.unlink(missing_ok=True)  # of a process that died while it made the file anew
         else:
             _require_writable(self.path)
 
@@ -93,14 +97,17 @@ class CheckpointFile:
             self.engine.close(timeout_s)
             self.engine = None
 
+    @property
+    def _new(self) -> Path:
+        """Where the file is made anew: only who has the old one locked touches it."""
+        return self.path.with_name(f".{self.path.name}.new")
+
     def _tuned(self) -> Tuning:
         return read_tuning(self.path) or tune(self.path, self._options)
 
     def _make(self, slots: int, data_bytes: int, meta_bytes: int) -> Engine:
         old = self.engine
-        place = self.path.with_name(f".{self.path.name}.new") if old else self.path
-        if old:
-            place.unlink(missing_ok=True)  # of a process that died here
+        place = self._new if old else self.path
         try:
             create(place, slots=slots, data_bytes=data_bytes, meta_bytes=meta_bytes)
         except PersistError as error:

@@ -32,7 +32,8 @@ class IntervalController:
         if warm_up < 1 or remeasure < 1:
             raise CheckmateError(f"warm_up is {warm_up} and remeasure {remeasure}: both must be at least 1")
         self._budget = budget
-        self._in_flight = in_flight
+        self.in_flight = in_flight
+        """N: may change between iterations."""
         self._warm_up = warm_up
         self._remeasure = remeasure
         self._alone: deque[float] = deque(maxlen=_KEPT)
@@ -57,7 +58,7 @@ class IntervalController:
         """f, in iterations. Before the first write is known: 1, since one has to be seen."""
         if self.iteration_s is None or self.write_s is None:
             return 1
-        rule = min_interval(self.write_s, self._in_flight, self._budget, self.iteration_s)
+        rule = min_interval(self.write_s, self.in_flight, self._budget, self.iteration_s)
         return max(1, math.ceil(rule * self._factor))
 
     def iteration(self, seconds: float, saving: bool) -> bool:
@@ -95,7 +96,10 @@ class IntervalController:
 
 
 class AutoSaver:
-    """A checkpointer and a controller: ``after_iteration`` saves when it is time."""
+    """A checkpointer and a controller: ``after_iteration`` saves when it is time.
+
+    ``budget``: q, the factor that an iteration may take longer, 1.05 for 5 %. Raises CheckmateError for less than 1.
+    """
 
     def __init__(self, checkpointer: Checkpointer, budget: float = 1.05) -> None:
         self._checkpointer = checkpointer
@@ -103,7 +107,11 @@ class AutoSaver:
         self.controller = IntervalController(budget, checkpointer.in_flight)
 
     def after_iteration(self, seconds: float, state: object, step: int) -> Future[Saved] | None:
-        """``seconds``: the whole iteration. ``state``: what to save, or a function that makes it. None: not now."""
+        """``seconds``: the whole iteration. ``state``: what to save, or a function that makes it. None: not now.
+
+        Raises what ``Checkpointer.save`` does, and CheckmateError when ``seconds`` are not more than 0.
+        """
+        self.controller.in_flight = self._checkpointer.in_flight  # tuned when the file is made, at the first save
         saving = bool(self._flying)
         for future in [future for future in self._flying if future.done()]:
             self._flying.remove(future)

@@ -4,6 +4,7 @@ The result is kept beside the checkpoint file, as ``NAME.tune.json``; it is a ma
 """
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -12,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkmate.config import CheckmateError
-from checkmate.persist.engine import MAX_SLOTS, Backend, Engine, Options, create, probe
+from checkmate.persist.engine import MAX_SLOTS, Backend, Engine, Options, PersistError, create, probe
 
 MIB = 1 << 20
 CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB)
@@ -136,4 +136,7 @@ def _keep(path: Path, tuning: dict[str, Any]) -> None:
         new.write_text(json.dumps(tuning) + "\n")
         new.replace(target)
     except OSError as error:
-        raise CheckmateError(f"cannot keep the tuning in {target}: {error.strerror}") from None
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        reason = f"cannot keep the tuning in {target}: {error.strerror}; make room, or choose another path"
+        raise PersistError(error.errno or errno.EIO, reason) from None

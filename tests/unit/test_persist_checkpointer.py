@@ -83,6 +83,15 @@ def test_what_was_never_committed_is_not_offered(tmp_path: Path) -> None:
             checkpointer.load(step=2)
 
 
+def test_what_a_process_left_that_died_while_the_file_grew_goes(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1)
+    (tmp_path / ".c.new").write_bytes(b"half a file")
+    with opened(tmp_path / "c") as checkpointer:
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        checkpointer.save(state(2, 200_000), 2).result(PATIENCE_S)
+        assert [c.step for c in checkpointer.list()] == [2, 1]
+
+
 def test_nothing_saved_yet(tmp_path: Path) -> None:
     with opened(tmp_path / "c") as checkpointer:
         assert checkpointer.load() is None
@@ -92,14 +101,17 @@ def test_nothing_saved_yet(tmp_path: Path) -> None:
 
 
 DYING = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 from checkmate.persist import checkpointer, engine
 import torch
 c = checkpointer.Checkpointer(Path(sys.argv[1]), in_flight=2, options=engine.Options(chunk_bytes=65536, writers=2))
 c.save({"t": torch.ones(50_000)}, 1).result(60)
-engine.Ticket.finish = lambda *a, **k: None if print("returned", flush=True) else os.kill(os.getpid(), signal.SIGKILL)
-c.save({"t": torch.zeros(50_000)}, 2).result(60)
+returned = threading.Event()
+engine.Ticket.finish = lambda *a, **k: returned.wait(60) and os.kill(os.getpid(), signal.SIGKILL)
+future = c.save({"t": torch.zeros(50_000)}, 2)
+returned.set()
+future.result(60)
 """
 
 
@@ -295,7 +307,7 @@ def test_what_does_not_fit_is_not_tried(tmp_path: Path) -> None:
         *[("in_flight", value) for value in (0, -1, 1.5, 1024)],
         *[("capacity", value) for value in (-1, "1 GB")],
         *[("memory", value) for value in (0, -1)],
-        *[("timeout_s", value) for value in (0, -1.0)],
+        *[("timeout_s", value) for value in (0, -1.0, float("nan"), float("inf"))],
         ("on_error", "ignore"),
     ],
 )

@@ -85,13 +85,16 @@ def test_without_attach_save_returns_when_all_is_copied(tmp_path: Path, trainer:
 def test_t4_a_parameter_changed_after_save_is_stored_as_it_was(tmp_path: Path, trainer: Trainer) -> None:
     with opened(tmp_path, trainer) as checkpointer:
         weight = trainer.model[0].weight
-        was = weight.detach().clone()
-        future = checkpointer.save(trainer.state(), 1)
+        large = torch.randn(1 << 15)  # threads of the engine copy it
+        was, large_was = weight.detach().clone(), large.clone()
+        future = checkpointer.save({**trainer.state(), "large": large}, 1)
         weight.data.fill_(0.0)
+        large.zero_()
         future.result(PATIENCE_S)
         loaded = checkpointer.load()
         assert loaded
         assert is_same(loaded.state["model"]["0.weight"], was)
+        assert is_same(loaded.state["large"], large_was)
 
 
 def test_t5_moments_that_were_allocated_anew_are_those_stored(tmp_path: Path, trainer: Trainer) -> None:

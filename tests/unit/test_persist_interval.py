@@ -1,6 +1,7 @@
 """The interval controller on simulated training: the rule is reached, and the budget kept."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from checkmate.config import CheckmateError
 from checkmate.persist.checkpointer import Checkpointer
 from checkmate.persist.engine import Options
 from checkmate.persist.interval import AutoSaver, IntervalController
+from checkmate.persist.tune import tuning_path
 
 
 def run(
@@ -71,6 +73,17 @@ def test_nothing_is_saved_before_an_iteration_alone_is_known() -> None:
 def test_values_that_make_no_sense(budget: float, in_flight: int, text: str) -> None:
     with pytest.raises(CheckmateError, match=text):
         IntervalController(budget, in_flight)
+
+
+def test_n_is_the_files_and_not_the_one_before_it_was_made(tmp_path: Path) -> None:
+    tuning = {"chunk_bytes": 65536, "writers": 1, "in_flight": 3, "rate": 1.0}
+    with Checkpointer(tmp_path / "c", options=Options(chunk_bytes=65536)) as checkpointer:
+        saver = AutoSaver(checkpointer)
+        tuning_path(tmp_path / "c").write_text(json.dumps(tuning))  # as the probe at the first save does
+        for step in range(20):
+            if future := saver.after_iteration(0.5, {"t": torch.ones(10)}, step):
+                future.result(60)
+        assert checkpointer.in_flight == saver.controller.in_flight == 3
 
 
 def test_with_a_checkpointer(tmp_path: Path) -> None:

@@ -109,18 +109,25 @@ def test_t8_a_skipped_step_is_skipped_by_shadow_and_counts(script: Callable[...,
     optimizer = AdamW(ddp.parameters(), lr=0.01, fused=fused)
     item = script(ddp, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    applied = 0
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    applied, rates = 0, []
     for index in range(6):
         loss = ddp(torch.randn(6, 4))
         optimizer.zero_grad()
         (scaler.scale(loss) * (float("inf") if index in (0, 3) else 1.0)).backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
+        if scaler.get_scale() >= before:  # as scripts find out that the step was made
+            scheduler.step()
         applied += index not in (0, 3)
         assert item.hand_over() == []
         assert item.checkpoint.committed == index + 1
     assert [record.skipped for record in item.shadow.records] == [index in (0, 3) for index in range(6)]
-    assert {float(state["step"]) for state in optimizer.state.values()} == {float(applied)}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(applied)} == {scheduler.last_epoch}
+    assert rates == pytest.approx([0.01 / (1 + made) for made in (0, 0, 1, 2, 2, 3)])
+    assert [record.groups[0]["lr"] for record in item.shadow.records] == rates
     assert item.shadow.seeds == [0]
     stored = item.shadow.boundaries[0]["forward"]["scalers"]
     assert stored[-1]["scale"] == scaler.get_scale()
