@@ -133,7 +133,7 @@ def lab(
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run_command(
     topology: TopologyFile,
-    script: Annotated[Path, typer.Argument(help="Training script: any PyTorch DDP script, unmodified.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Any PyTorch DDP script, unmodified.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     node: Annotated[str | None, typer.Option(help="Host of the topology that this machine is.")] = None,
     channels: Annotated[int, typer.Option(min=1, max=32, help="Rings of each all-reduce (CPU back end).")] = 2,
@@ -244,7 +244,7 @@ def preflight(
 
 @app.command()
 def status(
-    socket: Annotated[Path, typer.Argument(help="Status socket of a shadow or a controller.")],
+    socket: Annotated[Path, typer.Argument(metavar="SOCKET", help="Status socket of a shadow or a controller.")],
     each_block: Annotated[
         bool, typer.Option("--blocks", help="Of a shadow: when each block of its state was last proved equal.")
     ] = False,
@@ -255,8 +255,12 @@ def status(
 
 @app.command()
 def export(
-    sockets: Annotated[list[Path], typer.Argument(help="Status socket of a shadow, or of all shadows of a group.")],
-    out: Annotated[Path, typer.Argument(help="File to write; with --format dcp a folder, which must not exist.")],
+    sockets: Annotated[
+        list[Path], typer.Argument(metavar="SOCKET", help="Status socket of a shadow, or of all shadows of a group.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="File to write; with --format dcp a folder, which must not exist.")
+    ],
     into: Annotated[Format, typer.Option("--format", help="torch: a file for torch.load.")] = Format.torch,
 ) -> None:
     """Write the shadows' committed state, {"model", "optimizer", "step"}, as plain PyTorch has it. Training goes on.
@@ -308,8 +312,10 @@ def costmodel(
     from checkmate import costreport  # noqa: PLC0415
     from checkmate.costmodel import Cluster  # noqa: PLC0415
 
-    if not (gpus > 0 and hours > 0):
-        raise CheckmateError(f"--gpus {gpus}, --hours {hours:g}: both must be more than 0")
+    wanted = {"--gpus": gpus, "--hours": hours, "--failures": failures, "--storage-gb-per-s": storage_gb_per_s}
+    for option, value in wanted.items():
+        if not value > 0:
+            raise CheckmateError(f"{option} {value:g}: it must be more than 0")
     rate, storage = failures / (gpus * hours), 1e9 * storage_gb_per_s
     cluster = Cluster(params, bytes_per_param, gpus, hours, rate, storage, iteration_s, shards, shadow_share)
     overlap = costreport.Overlap(in_flight, write_s or 0.0, slowdown)

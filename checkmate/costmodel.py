@@ -39,10 +39,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0) or (value == 0 and name != "shadow_share"):
-                raise CheckmateError(f"{name} is {value:g}: it must be a number greater than 0")
-        if self.shadow_share >= 1:
-            raise CheckmateError(f"shadow_share is {self.shadow_share:g}: it is a fraction, 0 to less than 1")
+            if name != "shadow_share":
+                _require(name, value, math.isfinite(value) and value > 0, "a number greater than 0")
+        _require("shadow_share", self.shadow_share, 0 <= self.shadow_share < 1, "a fraction, 0 to less than 1")
         if not all(map(math.isfinite, (self.gpu_hours, self.checkpoint_bytes, self.stall_s, self.mtbf_s))):
             raise CheckmateError(f"{self}: no cluster is that large; the numbers overflow")
 

@@ -78,11 +78,11 @@ def verify(path: CheckpointPath, as_json: Json = False) -> None:
 @app.command("export")
 def export_command(
     path: CheckpointPath,
-    out: Annotated[Path, typer.Argument(help="File to write; with --format dcp a folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; with --format dcp a folder.")],
     step: Step = None,
     into: Annotated[Format, typer.Option("--format", help="torch: a file for torch.load.")] = Format.safetensors,
 ) -> None:
-    """Write a checkpoint's state in a format that others read. What OUT holds must not exist."""
+    """Write a checkpoint's state in a format that others read. OUT must not exist yet."""
     from checkmate.persist import interchange  # noqa: PLC0415
     from checkmate.persist.file import reading  # noqa: PLC0415
 
@@ -101,7 +101,7 @@ def export_command(
 
 @app.command("import")
 def import_command(
-    source: Annotated[Path, typer.Argument(help="What to read; with --format dcp a folder.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="What to read; with --format dcp a folder.")],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint file to add it to; made if missing.")],
     step: Annotated[int, typer.Option(min=0, help="Step that it is of.")],
     of: Annotated[Format, typer.Option("--format", help="torch: a file of torch.save.")] = Format.safetensors,

@@ -82,7 +82,7 @@ class State(enum.IntEnum):
 class Options:
     """Knobs of an open file; 0 is the default. ``writers``: writes in flight. ``pool_chunks``: staging buffers.
 
-    ``chunk_bytes`` is a multiple of 64 KiB; files hold checkpoints of any chunk size side by side.
+    ``chunk_bytes`` is a multiple of 4096; files hold checkpoints of any chunk size side by side.
     """
 
     backend: Backend = Backend.AUTO

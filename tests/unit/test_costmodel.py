@@ -123,8 +123,11 @@ def test_command(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--gpus", "0"], "--gpus 0"),
-        (["--failures", "0"], "failures_per_gpu_hour is 0"),
-        (["--shadow-share", "1"], "shadow_share is 1"),
+        (["--failures", "0"], "--failures 0: it must be more than 0"),
+        (["--storage-gb-per-s", "nan"], "--storage-gb-per-s nan: it must be more than 0"),
+        (["--params", "-5"], "params is -5: it must be a number greater than 0"),
+        (["--shadow-share", "1"], "shadow_share is 1: it must be a fraction, 0 to less than 1"),
+        (["--shadow-share", "-0.1"], "shadow_share is -0.1: it must be a fraction, 0 to less than 1"),
         (["--write-s", "1", "--in-flight", "0"], "N is 0"),
         (["--in-flight", "0"], "N is 0"),
         (["--slowdown", "0.9"], "q is 0.9"),

@@ -264,6 +264,20 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
         Coordinator(HashStore(), 1, 2, "test", 0.2)
 
 
+def test_the_store_does_not_grow_with_the_run() -> None:
+    store = HashStore()
+    coordinator = Coordinator(store, 0, 1, "test", PATIENCE_S)
+    sizes = []
+    for _ in range(200):
+        save = coordinator.next_save()
+        coordinator.commit(save, save)
+        sizes.append(store.num_keys())
+    assert sizes[199] == sizes[99] < 200
+    coordinator._decide = gone  # type: ignore[assignment, method-assign] - it is not even asked
+    with pytest.raises(StoreError, match="restart the job"):
+        coordinator.settle(1)
+
+
 def test_a_wait_does_not_hold_up_the_jobs_own_store(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     coordinator = Coordinator(store, 0, 2, "test", 2.0)

@@ -268,6 +268,7 @@ def test_what_cannot_be_followed_is_refused_by_name(shadow: FakeShadow) -> None:
     refuse("Net is not a DistributedDataParallel", ddp.module, optimizer)
     refuse(r"optimizer torch.optim.adagrad.Adagrad: only torch's own AdamW", ddp, torch.optim.Adagrad(params))
     refuse(r"optimizer .*Own: only", ddp, Own(params))
+    refuse(r"optimizer .*Muon: only", ddp, torch.optim.Muon([param for param in params if param.ndim == 2]))
     refuse(r"parameter first.weight and 1 more are not in this optimizer but in another AdamW", ddp, AdamW(params[2:]))
     stranger = nn.Parameter(torch.zeros(3))
     refuse(r"group 0 holds a parameter of shape \[3\] that is not in the module", ddp, AdamW([*params, stranger]))
