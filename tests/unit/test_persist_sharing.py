@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkmate.persist.checkpointer import Checkpointer, Saved
-from checkmate.persist.engine import Engine, Options, PersistError
+from checkmate.persist.engine import Engine, Options, PersistError, Ticket
 from checkmate.persist.snapshot import Snapshot
 
 PATIENCE_S = 60.0
@@ -81,6 +81,30 @@ def test_a_link_stays_one_and_permissions_stay_when_a_file_grows(tmp_path: Path)
     assert link.is_symlink() and steps(target) == [2, 1]
     assert target.stat().st_mode & 0o777 == 0o600
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["c", "large", "run"]
+
+
+def test_the_name_of_a_file_made_anew_is_durable_before_anything_is_saved_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut an unflushed folder leads to the old file, which the new checkpoints are not in."""
+    events: list[str] = []
+    flush, begin = os.fsync, Engine.begin
+
+    def flushing(descriptor: int) -> None:
+        flush(descriptor)
+        if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino:
+            events.append("folder")
+
+    def beginning(self: Engine, step: int, *args: int, timeout_s: float) -> Ticket:
+        events.append(f"save {step}")
+        return begin(self, step, *args, timeout_s=timeout_s)
+
+    with opened(tmp_path / "c") as checkpointer:
+        checkpointer.save(state(1), 1).result(PATIENCE_S)
+        monkeypatch.setattr(os, "fsync", flushing)
+        monkeypatch.setattr(Engine, "begin", beginning)
+        checkpointer.save(state(2, 100_000), 2).result(PATIENCE_S)
+    assert events == ["save 1", "folder", "save 2"]  # the one before is carried over first
 
 
 def test_several_threads_save(tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_shared_memory_is_stored_once_and_shared_again() -> None:
     assert torch.equal(loaded["bytes"], loaded["whole"].view(torch.uint8)[41:43])
 
 
+def test_views_of_different_types_share_memory_that_begins_between_elements() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    state = {"half": memory[2:14].view(torch.bfloat16), "single": memory[4:24].view(torch.float32), "byte": memory[3:9]}
+    loaded = again(state)
+    for name, tensor in state.items():
+        assert loaded[name].dtype is tensor.dtype
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
+    loaded["byte"][1] = 99
+    assert loaded["single"].view(torch.uint8)[0] == 99
+
+
 def test_only_what_is_used_of_a_large_buffer_is_stored() -> None:
     assert pack({"slice": torch.zeros(10_000)[5000:5010]}).data_bytes < 100
 

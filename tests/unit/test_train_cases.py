@@ -541,17 +541,23 @@ def test_t4_a_seed_is_the_value_when_it_was_taken(script: Callable[..., Script])
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["made after resume", "made before resume"])
 def test_t6_a_restart_in_mid_schedule_has_the_rate_of_that_step(
-    direct: DirectShadow, restarted: Callable[[], None]
+    direct: DirectShadow, restarted: Callable[[], None], early: bool
 ) -> None:
     rates: list[float] = []
+
+    def warmed_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) / (1 + step))
 
     def run(stop: int) -> None:
         restarted()
         ddp, optimizer = build()
         checkpoint = checkmate.attach(ddp, optimizer)
+        scheduler = warmed_up(optimizer) if early else None
         start = checkpoint.resume() or 0
-        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) / (1 + step))
+        scheduler = scheduler or warmed_up(optimizer)
+        assert not early or scheduler.last_epoch == start  # by which a script may count its steps
         for _ in range(start, stop):
             ddp(torch.randn(6, 4)).backward()
             rates.append(optimizer.param_groups[0]["lr"])
