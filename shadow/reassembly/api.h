@@ -76,8 +76,8 @@ struct ckm_counters {
 
 #pragma GCC visibility push(default)
 
-/* Takes frames of these groups, by number (ckm_frame.group); of a single one all frames, whatever number they have.
- * NULL when out of memory. */
+/* Takes frames of these groups, by number (ckm_frame.group); a single one also takes those of a group without a name,
+ * and one without a name takes all. NULL when out of memory. */
 struct ckm_core *ckm_core_create(const struct ckm_core_config *config, const uint16_t *numbers, uint32_t ngroups);
 void ckm_core_destroy(struct ckm_core *core);
 /* By its place in numbers. */

@@ -45,10 +45,10 @@ void ckm_core_destroy(struct ckm_core *core)
     ckm_flows_free(core);
     for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++) {
         ckm_ops_free(group);
+        ckm_layouts_clear(&group->layouts);
         ckm_events_clear(&group->events);
         pthread_cond_destroy(&group->event);
     }
-    ckm_layouts_clear(&core->layouts);
     ckm_pool_free(&core->pool);
     pthread_mutex_destroy(&core->lock);
     free(core);

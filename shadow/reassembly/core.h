@@ -14,6 +14,7 @@ struct ckm_group {
     uint64_t late_iteration; /* that damage was last raised for because it came too late */
     struct ckm_events events;
     struct ckm_ops ops;
+    struct ckm_layout *layouts; /* groups may cut operations of the same signature differently */
     pthread_cond_t event;
 };
 
@@ -22,7 +23,6 @@ struct ckm_core {
     struct ckm_core_config config;
     struct ckm_counters counters;
     struct ckm_pool pool;
-    struct ckm_layout *layouts;
     struct ckm_flows flows;
     int freed; /* a buffer or a set became free since the flows were last looked at */
     uint32_t ngroups;

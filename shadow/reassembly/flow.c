@@ -168,7 +168,8 @@ static void settle_loss(struct ckm_core *core, struct ckm_flow *flow, struct ckm
 
 static struct ckm_group *group_of(struct ckm_core *core, uint16_t number)
 {
-    if (core->ngroups == 1)
+    uint16_t unnamed = ckm_group_number("");
+    if (core->ngroups == 1 && (number == unnamed || core->groups->number == unnamed))
         return core->groups;
     for (struct ckm_group *group = core->groups; group < core->groups + core->ngroups; group++)
         if (group->number == number)
@@ -217,8 +218,9 @@ static int claim(struct ckm_core *core, struct ckm_flow *flow, int force)
     const struct ckm_frame *h = &flow->header.fields;
     char error[160], text[FLOW_TEXT];
     identify(core, flow);
-    if (is_stale(flow) || h->incarnation == 0) {
-        *(flow->group ? &core->counters.stale : &core->counters.foreign) += 1;
+    int is_probe = h->incarnation == 0; /* of the switch, for no group */
+    if (is_stale(flow) || is_probe) {
+        *(flow->group || is_probe ? &core->counters.stale : &core->counters.foreign) += 1;
         flow->lost_from = flow->lost_to = 0;
         skip_payload(flow);
         return 1;
@@ -596,7 +598,7 @@ void ckm_flows_reset(struct ckm_group *group)
     struct ckm_core *core = group->core;
     for (struct ckm_flow *flow = core->flows.first, *next; flow; flow = next) {
         next = flow->next;
-        if (!flow->group || flow->group == group)
+        if (flow->group == group || (!flow->group && core->ngroups == 1))
             remove_flow(core, flow, "flow was forgotten");
     }
 }

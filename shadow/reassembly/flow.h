@@ -56,7 +56,7 @@ void ckm_flows_segment(struct ckm_core *core, const struct ckm_segment *segment,
 void ckm_flows_retry(struct ckm_core *core, uint64_t now_us);
 /* Gives up what has waited too long; microseconds until the next such moment, UINT64_MAX: none. */
 uint64_t ckm_flows_tick(struct ckm_core *core, uint64_t now_us);
-/* Forgets flows of this group, and those that no group is known of. */
+/* Forgets flows of this group, and, where there is no other, those that no group is known of. */
 void ckm_flows_reset(struct ckm_group *group);
 void ckm_flows_free(struct ckm_core *core);
 /* Appends what flows that may be the group's wait for, and causes. */

@@ -176,7 +176,7 @@ static struct ckm_op *new_op(struct ckm_group *group, const struct ckm_frame *he
 
 static int prepare_contents(struct ckm_group *group, struct ckm_op *op)
 {
-    op->layout = ckm_layouts_get(group->core->layouts, &op->signature);
+    op->layout = ckm_layouts_get(group->layouts, &op->signature);
     if (!op->layout)
         return 0;
     op->layout->refs++;
@@ -285,7 +285,7 @@ static uint8_t *place(struct ckm_group *group, struct ckm_op *op, const struct c
         return op->buffer->data; /* of a channel or loop that held nothing when the layout was learned */
     if (slot == SIZE_MAX || op->layout->slots[slot].length != h->payload_len) {
         /* The sender cuts this signature differently now: learn it afresh rather than refuse it for ever. */
-        ckm_layouts_forget(&group->core->layouts, &op->signature);
+        ckm_layouts_forget(&group->layouts, &op->signature);
         damage_at(group, op, h, flow, "slice does not fit the layout of operations of this kind");
         return NULL;
     }
@@ -360,9 +360,9 @@ static int settle(struct ckm_group *group, struct ckm_op *op)
     if (bad)
         return -1;
     op->layout = layout; /* the operation's reference */
-    struct ckm_layout *known = ckm_layouts_get(group->core->layouts, &op->signature);
+    struct ckm_layout *known = ckm_layouts_get(group->layouts, &op->signature);
     if (known && !ckm_layout_equal(known, layout)) {
-        ckm_layouts_forget(&group->core->layouts, &op->signature);
+        ckm_layouts_forget(&group->layouts, &op->signature);
         ckm_op_damage(group, op, "operations of the same kind are cut differently", "whole operation");
         return -1;
     }
@@ -377,7 +377,7 @@ static int settle(struct ckm_group *group, struct ckm_op *op)
     ckm_pool_give(&group->core->pool, op->buffer);
     op->buffer = placed;
     if (!known)
-        ckm_layouts_put(&group->core->layouts, layout);
+        ckm_layouts_put(&group->layouts, layout);
     return 0;
 }
 

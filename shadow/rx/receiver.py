@@ -305,8 +305,8 @@ class Receiver:
 def open_receivers(config: RxConfig, groups: Sequence[str]) -> list[Receiver]:
     """A receiver for each data-parallel group of these names, behind the same ports and within the same bounds.
 
-    Ports stop when all are closed. Of a single group all frames are taken, as by a ``Receiver`` alone; of several each
-    takes its own, and those of others are counted as foreign. Raises CheckmateError as ``Receiver`` does.
+    Ports stop when all are closed. Each takes its own frames, a single one also those that name no group; others are
+    counted as foreign. Raises CheckmateError as ``Receiver`` does.
     """
     shared = _Core(config, groups)
     return [Receiver(config, shared, index) for index in range(len(groups))]

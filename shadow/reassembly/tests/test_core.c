@@ -327,7 +327,7 @@ static void test_slice_twice_while_learning(void)
     add_op(1, 0);
     pass_all(core);
     struct ckm_event e = next_event(core);
-    CHECK(e.kind == CKM_EVENT_DAMAGE && e.iteration == 1 && !core->layouts && no_event(core));
+    CHECK(e.kind == CKM_EVENT_DAMAGE && e.iteration == 1 && !only(core)->layouts && no_event(core));
     ckm_core_destroy(core);
 }
 

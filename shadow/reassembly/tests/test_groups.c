@@ -22,15 +22,21 @@ static void fill(void)
             contents[g][i] = (uint8_t)(i * (7 + 4 * g) + g);
 }
 
-static struct stream stream_of(uint16_t number, const uint8_t *content, uint64_t iterations)
+/* Slices of at most so many elements. */
+static struct stream cut_stream(uint16_t number, const uint8_t *content, uint64_t iterations, uint32_t slice)
 {
-    struct shape shape = {.count = COUNT, .nranks = 4, .nchannels = 1, .slices_per_chunk = 2, .slice = 8};
+    struct shape shape = {.count = COUNT, .nranks = 4, .nchannels = 1, .slices_per_chunk = 2, .slice = slice};
     struct stream stream = {0};
     shape.group = number;
     for (uint64_t i = 1; i <= iterations; i++)
         for (int f = 0; f < 2; f++)
             put_op(&stream.bytes[f], &shape, i, 0, content, 0, f);
     return stream;
+}
+
+static struct stream stream_of(uint16_t number, const uint8_t *content, uint64_t iterations)
+{
+    return cut_stream(number, content, iterations, 8);
 }
 
 static void free_stream(struct stream *stream)
@@ -112,13 +118,71 @@ static void test_frames_of_no_group_are_foreign(void)
     ckm_core_destroy(core);
 }
 
-static void test_a_single_group_takes_every_number(void)
+/* Whether a core of one group of this number takes frames of that one. */
+static int takes(uint16_t number, uint16_t of)
 {
-    struct ckm_core *core = core_of(numbers, 1);
-    struct stream stream = stream_of(8, contents[0], 1);
+    struct ckm_core *core = core_of(&number, 1);
+    struct stream stream = stream_of(of, contents[0], 1);
     pass_all(core, &stream, 0);
     free_stream(&stream);
+    int taken = counters_of(core).foreign == 0;
+    if (taken)
+        expect_complete(ckm_core_group(core, 0), 1, contents[0]);
+    CHECK(no_event(ckm_core_group(core, 0)));
+    ckm_core_destroy(core);
+    return taken;
+}
+
+static void test_a_single_group_takes_what_is_not_anothers(void)
+{
+    uint16_t unnamed = ckm_group_number("");
+    CHECK(takes(7, 7) && takes(7, unnamed) && takes(unnamed, 7) && takes(unnamed, unnamed));
+    CHECK(!takes(7, 8));
+}
+
+/* A probe of the switch is of no incarnation, and of no group. */
+static void test_a_probe_is_nobodys(void)
+{
+    for (uint32_t ngroups = 1; ngroups <= 2; ngroups++) {
+        struct ckm_core *core = core_of(numbers, ngroups);
+        struct ckm_frame header = {.magic = CKM_WIRE_MAGIC, .version = CKM_WIRE_VERSION};
+        struct bytes frame = {0};
+        put_frame(&frame, header, contents[0]);
+        feed_segment(core, 0, 0, frame.data, (uint32_t)frame.n, NOW);
+        free(frame.data);
+        CHECK(counters_of(core).stale == 1 && counters_of(core).foreign == 0);
+        CHECK(no_event(ckm_core_group(core, 0)) && no_event(ckm_core_group(core, ngroups - 1)));
+        ckm_core_destroy(core);
+    }
+}
+
+/* As NCCL may where their ranks have other links. */
+static void test_groups_may_cut_equal_operations_differently(void)
+{
+    struct ckm_core *core = core_of(numbers, 2);
+    struct stream streams[] = {cut_stream(numbers[0], contents[0], 4, 8), cut_stream(numbers[1], contents[1], 4, 2)};
+    for (uint64_t i = 1; i <= 4; i++)
+        for (uint32_t g = 0; g < 2; g++) {
+            for (int f = 0; f < 2; f++)
+                pass(core, &streams[g], (uint16_t)g, f, streams[g].bytes[f].n / 4 * i);
+            struct ckm_group *group = ckm_core_group(core, g);
+            CHECK(ckm_group_release(group, expect_complete(group, i, contents[g])) == 0);
+        }
+    for (uint32_t g = 0; g < 2; g++)
+        free_stream(&streams[g]);
+    ckm_core_destroy(core);
+}
+
+/* Nothing tells yet whose flow it is. */
+static void test_a_restart_of_one_group_leaves_a_flow_that_has_just_begun(void)
+{
+    struct ckm_core *core = core_of(numbers, 2);
+    struct stream stream = stream_of(numbers[0], contents[0], 1);
+    pass(core, &stream, 0, 0, CKM_HEADER_BYTES - 5);
+    ckm_group_set_incarnation(ckm_core_group(core, 1), 2);
+    pass_all(core, &stream, 0);
     expect_complete(ckm_core_group(core, 0), 1, contents[0]);
+    free_stream(&stream);
     ckm_core_destroy(core);
 }
 
@@ -207,7 +271,10 @@ int main(void)
     fill();
     test_each_group_gets_its_own();
     test_frames_of_no_group_are_foreign();
-    test_a_single_group_takes_every_number();
+    test_a_single_group_takes_what_is_not_anothers();
+    test_a_probe_is_nobodys();
+    test_groups_may_cut_equal_operations_differently();
+    test_a_restart_of_one_group_leaves_a_flow_that_has_just_begun();
     test_a_restart_of_one_group_leaves_the_others();
     test_horizons_and_discards_are_a_groups_own();
     test_damage_is_told_to_whom_it_concerns();
