@@ -46,6 +46,7 @@ def cross_check(topology: "Topology") -> list[str]:
         *_check_host_ranks(topology),
         *_check_told_apart(groups),
         *_check_followed(topology),
+        *_check_control_ports(topology),
     ]
 
 
@@ -212,9 +213,18 @@ def _check_followed(topology: "Topology") -> Iterator[str]:
                     f"groups: {path} follows {other!r} and {name!r}, whose frames look alike (a hash of the name of 16 "
                     "bits); rename one"
                 )
-        last = (shadow.control_port or 0) + len(followed) - 1
-        if last > _MAX_PORT:
-            yield (
-                f"{path}.control_port: {shadow.control_port} is the first of {len(followed)}, one for each of its "
-                f"groups; allowed: 1 to {_MAX_PORT + 1 - len(followed)}"
-            )
+
+
+def _check_control_ports(topology: "Topology") -> Iterator[str]:
+    """A shadow has one for each of its groups, from its own on; other servers may be on the same machine."""
+    p4runtime = topology.switch.p4runtime if topology.switch else None
+    servers = {"registrar": topology.registrar, "switch.p4runtime": p4runtime}
+    for path, shadow in _at("shadows", topology.shadows):
+        first = shadow.control_port or 0
+        ports = range(first, first + max(1, len(topology.followed(shadow))))
+        what = f"{path}.control_port: {shadow.control_port} is the first of {len(ports)}, one for each of its groups"
+        if ports[-1] > _MAX_PORT:
+            yield f"{what}; allowed: 1 to {_MAX_PORT + 1 - len(ports)}"
+        for at, server in servers.items():
+            if server and server.host == shadow.management_ip and server.port in ports:
+                yield f"{what}; {at} has {server.port} at the same address; move one of the two"

@@ -353,3 +353,22 @@ def test_groups_of_a_shadow_whose_ports_or_frames_cannot_be_told_apart_are_refus
         Topology.from_dict(_sharing(list(ALIKE)))
     (problem,) = caught.value.problems
     assert problem.startswith(f"groups: shadows[0] follows {ALIKE[0]!r} and {ALIKE[1]!r}, whose frames look alike")
+
+
+def test_control_ports_that_other_servers_of_the_machine_have_are_refused() -> None:
+    """By default the registrar's port is the one after a shadow's."""
+    data = _sharing(["part0", "part1"])
+    data["registrar"], data["switch"]["p4runtime"] = "10.255.0.100:7702", "10.255.0.100:9559"
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_dict(data)
+    assert caught.value.problems == [
+        "shadows[0].control_port: 7701 is the first of 2, one for each of its groups; registrar has 7702 at the same "
+        "address; move one of the two"
+    ]
+    for port, at in ((7703, None), (7702, "registrar"), (9559, "switch.p4runtime")):
+        data["shadows"][0]["control_port"] = port
+        if at is None:
+            Topology.from_dict(data)
+            continue
+        with pytest.raises(TopologyError, match=f"{at} has {port} at the same address"):
+            Topology.from_dict(data)
