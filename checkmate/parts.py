@@ -57,6 +57,11 @@ def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     shards = [part.get("shard") for part in parts]
     if None in shards:
         raise CheckmateError("one of these shadows holds a whole state, not a shard: name the shadows of one group")
+    if len(groups := {shard["group"] for shard in shards if shard}) > 1:
+        raise CheckmateError(
+            f"these are shards of several groups, {', '.join(sorted(groups))}: name the sockets of all shadows of one "
+            "group"
+        )
     steps = sorted({part["step"] for part in parts})
     if len(steps) > 1:
         raise DifferentSteps(

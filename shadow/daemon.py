@@ -183,7 +183,7 @@ class Shadow:
         with self._engine.reading(lambda: None) as committed:
             if committed is None:
                 raise CheckmateError("there is no committed state to export yet: the shadow waits for a seed")
-            state = _checkpoint(committed)
+            state = _checkpoint(committed, self._config.group)
         with _atomic_file(path) as file:
             torch.save(state, file)
         log.info("exported step %d to %s", state["step"], path)
@@ -308,18 +308,18 @@ class _Listener:
         self.following = following
 
 
-def _checkpoint(committed: Committed) -> dict[str, Any]:
+def _checkpoint(committed: Committed, group: str) -> dict[str, Any]:
     """A copy of the state, with the hyperparameters and buffers of rank 0 at the first forward after the step."""
     state: dict[str, Any] = copy.deepcopy(committed.replica.state_dicts())
     at_forward = committed.boundaries.get(0, {}).get("forward") or {}
     groups = at_forward.get("groups") or []
-    for group, fields in zip(state["optimizer"]["param_groups"], groups, strict=False):
-        set_group(group, fields)
+    for hyper, fields in zip(state["optimizer"]["param_groups"], groups, strict=False):
+        set_group(hyper, fields)
     for name, stored in (at_forward.get("buffers") or {}).items():
         if name in state["model"]:
             state["model"][name].copy_(plain.decode(stored))
     shard = committed.replica.shard
-    return state if shard is None else {**state, "shard": {**shard, "history": committed.history}}
+    return state if shard is None else {**state, "shard": {**shard, "history": committed.history, "group": group}}
 
 
 @contextlib.contextmanager

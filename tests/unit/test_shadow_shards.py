@@ -470,6 +470,8 @@ def test_shards_that_do_not_make_a_whole_are_not_joined(team: Team, tmp_path: Pa
         parts.join([first, {"model": {}, "optimizer": {}, "step": 1}])
     with pytest.raises(CheckmateError, match=r"of step 1, but of different runs, .* incarnations \[1, 4\]"):
         parts.join([first, {**second, "shard": {**second["shard"], "history": 4}}])
+    with pytest.raises(CheckmateError, match=r"shards of several groups, .*part1: name the sockets of all"):
+        parts.join([first, {**second, "shard": {**second["shard"], "group": "part1"}}])
 
 
 def test_exports_are_repeated_with_pauses(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
