@@ -274,9 +274,11 @@ class _Node:
                 self._registration.set_seeded(all(self._seeded))
 
     def close(self) -> None:
-        """Leave."""
-        if self._registration is not None:
-            self._registration.close()
+        """Leave; other groups' engines may still have something to tell, which is of no interest any more."""
+        with self._lock:
+            registration, self._registration = self._registration, None
+        if registration is not None:
+            registration.close()
 
 
 class _Member:

@@ -863,3 +863,15 @@ def test_ranks_of_another_group_are_refused(tmp_path: Path) -> None:
                 client.restore(3)
             with pytest.raises(ShadowError, match="group 'part1': this address of the shadow is for 'part0'"):
                 client.send_seed(3, *Trainer().seed(), lambda _: None)
+
+
+def test_what_a_group_tells_when_another_has_left_is_of_no_interest() -> None:
+    """The first to leave ends the registration, which hears no more then."""
+    registration = _Registration()
+    node = daemon._Node(lambda: registration, 2)
+    first, second = node.join(), node.join()
+    first.set_seeded(True)
+    second.close()
+    first.set_seeded(False)
+    first.close()
+    assert (registration.said, registration.closed, first.mirrored) == ([False], 1, False)
