@@ -164,7 +164,8 @@ class _Hurried:
 class ControlServer:
     """Listens from ``start`` to ``close``. Raises CheckmateError when the address can't be used.
 
-    ``group``: name of the data-parallel group whose state is kept here; empty: of any.
+    ``group``: name of the data-parallel group whose state is kept here; empty: of any. ``alone``: ranks that name none
+    are of it, because the shadow has no other group.
     """
 
     def __init__(
@@ -175,10 +176,12 @@ class ControlServer:
         service: Service,
         limits: Limits | None = None,
         group: str = "",
+        alone: bool = True,
     ) -> None:
         self._token = token
         self._job = job
         self._group = group
+        self._alone = alone
         self._service = service
         self._limits = limits or Limits()
         self._lock = threading.Lock()
@@ -316,6 +319,7 @@ class ControlServer:
     def _converse(self, connection: _Connection) -> None:
         hello = self._handshake(connection)
         self._acquaint(connection)
+        self._check_group(hello)
         if (problem := arithmetic.problem(hello.arithmetic)) is not None:
             raise _Unfollowable(problem)
         connection.sock.settimeout(self._limits.stall_s)
@@ -373,11 +377,17 @@ class ControlServer:
         if known > self._limits.connections:
             raise _Denied(f"this shadow has {self._limits.connections} connections, as many as it takes")
 
-    def _admit(self, connection: _Connection, hello: Hello) -> None:
-        if hello.purpose != "commit" and self._group and hello.group not in ("", self._group):
-            raise _Denied(
-                f"group {hello.group!r}: this address of the shadow is for {self._group!r}; give both the same topology"
+    def _check_group(self, hello: Hello) -> None:
+        """The job's coordinator is of one group and talks to the shadows of all."""
+        if hello.purpose == "commit" or not self._group or (self._alone and not hello.group):
+            return
+        if hello.group != self._group:
+            raise _Unfollowable(
+                f"group {hello.group!r} (CHECKMATE_GROUP): this address of the shadow is for {self._group!r}; give "
+                "both the same topology"
             )
+
+    def _admit(self, connection: _Connection, hello: Hello) -> None:
         reason = self._service.admit(hello)
         if reason is not None:
             raise _Denied(reason)

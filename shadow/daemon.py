@@ -59,8 +59,8 @@ class ShadowConfig:
     """A shadow of one data-parallel group.
 
     ``control``: management address and port. ``status``: path of the local socket. ``threads``: of torch (None: all
-    cores but one for the receive thread). ``group``: its name; empty: any. All is opened in the network namespace that
-    the process is in.
+    cores but one for the receive thread). ``group``: its name; empty: any. ``alone``: the process follows no other. All
+    is opened in the network namespace that the process is in.
     """
 
     job: str
@@ -72,6 +72,7 @@ class ShadowConfig:
     tuning: Tuning = field(default_factory=Tuning)
     limits: Limits = field(default_factory=Limits)
     group: str = ""
+    alone: bool = True
 
 
 class Shadow:
@@ -103,7 +104,7 @@ class Shadow:
             self._engine = Engine(self._rx, tuning)
             stack.callback(self._engine.stop)
             self._control = ControlServer(
-                config.control, config.token, config.job, self._engine, config.limits, config.group
+                config.control, config.token, config.job, self._engine, config.limits, config.group, config.alone
             )
             stack.callback(self._control.close)
             status = StatusServer(
@@ -236,7 +237,8 @@ def running(configs: Sequence[ShadowConfig], register: Callable[[], Registration
         shadows = []
         for config, receiver in zip(configs, receivers, strict=True):
             join = None if node is None else node.join
-            shadow = Shadow(replace(config, threads=threads), join, lambda _, receiver=receiver: receiver)  # type: ignore[misc]
+            ours = replace(config, threads=threads, alone=len(groups) == 1)
+            shadow = Shadow(ours, join, lambda _, receiver=receiver: receiver)  # type: ignore[misc]
             shadows.append(stack.enter_context(shadow))
         yield shadows
 

@@ -141,8 +141,10 @@ def wait(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> No
 class Job:
     """Ranks of one job; all have the same trainer, as data-parallel ranks have the same state."""
 
-    def __init__(self, shadow: Shadow, receiver: FakeReceiver, trainer: Trainer, world: int = 2) -> None:
-        self.shadow, self.receiver, self.trainer, self.world = shadow, receiver, trainer, world
+    def __init__(
+        self, shadow: Shadow, receiver: FakeReceiver, trainer: Trainer, world: int = 2, group: str = ""
+    ) -> None:
+        self.shadow, self.receiver, self.trainer, self.world, self.group = shadow, receiver, trainer, world, group
         self.incarnation = 0
         self.ranks: list[Rank] = []
         self._stack = ExitStack()
@@ -150,7 +152,7 @@ class Job:
     def client(self, rank: int = 0, token: bytes = TOKEN, job: str = JOB, world: int | None = None) -> Client:
         """The trainer's own client."""
         endpoint = Endpoint(*self.shadow.control)
-        return Client(Settings((endpoint,), token, job), endpoint, rank, world or self.world)
+        return Client(Settings((endpoint,), token, job, group=self.group), endpoint, rank, world or self.world)
 
     def begin(self) -> int | None:
         """Open an incarnation and connect all ranks; returns the committed step."""

@@ -823,7 +823,10 @@ def test_a_shadow_of_several_groups_is_one_to_the_registrar(tmp_path: Path) -> N
     with daemon.running(configs, register) as shadows:
         assert calls == [["part0", "part1"]] and len({shadow.control for shadow in shadows}) == 2
         assert all(shadow.status()["registered"] for shadow in shadows)
-        jobs = [Job(shadow, FakeReceiver(), Trainer()) for shadow in shadows]
+        jobs = [
+            Job(shadow, FakeReceiver(), Trainer(), group=one.group)
+            for one, shadow in zip(configs, shadows, strict=True)
+        ]
         for index, job in enumerate(jobs):
             assert registration.said[-1] is False, "not before all groups are followed"
             job.begin()
@@ -854,15 +857,37 @@ def test_what_cannot_start_leaves_nothing_of_the_other_groups(tmp_path: Path) ->
 def test_ranks_of_another_group_are_refused(tmp_path: Path) -> None:
     with Shadow(config(tmp_path, group="part0"), make_receiver=FakeReceiver) as running:
         endpoint = Endpoint(*running.control)
-        for group, refused in (("part0", False), ("", False), ("part1", True)):
-            client = Client(Settings((endpoint,), TOKEN, JOB, group=group), endpoint, 0, 1)
-            if not refused:
-                assert client.begin(0, 10.0).incarnation > 0
-                continue
-            with pytest.raises(ShadowError, match="group 'part1': this address of the shadow is for 'part0'"):
-                client.restore(3)
-            with pytest.raises(ShadowError, match="group 'part1': this address of the shadow is for 'part0'"):
-                client.send_seed(3, *Trainer().seed(), lambda _: None)
+        for incarnation, group in enumerate(("part0", ""), 1):
+            assert _of_group(endpoint, group).begin(0, 10.0).incarnation == incarnation
+        _assert_refused(endpoint, "part1", 2)
+        assert running.status()["incarnation"] == 2, "nobody of another group can begin one"
+
+
+def test_a_shadow_of_several_groups_takes_ranks_of_named_groups_only(tmp_path: Path) -> None:
+    """Their gradients would be nobody's, and what they restored perhaps another group's."""
+    configs = [config(tmp_path, status=tmp_path / name, group=name) for name in ("part0", "part1")]
+    with daemon.running(configs, None) as shadows:
+        endpoint = Endpoint(*shadows[1].control)
+        assert _of_group(endpoint, "part1").begin(0, 10.0).incarnation == 1
+        _assert_refused(endpoint, "", 1)
+        assert shadows[1].status()["incarnation"] == 1
+
+
+def _of_group(endpoint: Endpoint, group: str) -> Client:
+    return Client(Settings((endpoint,), TOKEN, JOB, group=group), endpoint, 0, 1)
+
+
+def _assert_refused(endpoint: Endpoint, group: str, incarnation: int) -> None:
+    """For good: a rank's group stays what it is."""
+    client = _of_group(endpoint, group)
+    reason = rf"group '{group}' \(CHECKMATE_GROUP\): this address of the shadow is for 'part"
+    for ask in (
+        lambda: client.begin(0, 10.0),
+        lambda: client.restore(incarnation),
+        lambda: client.send_seed(incarnation, *Trainer().seed(), lambda _: None),
+    ):
+        with pytest.raises(Unfollowable, match=reason):
+            ask()
 
 
 def test_what_a_group_tells_when_another_has_left_is_of_no_interest() -> None:
