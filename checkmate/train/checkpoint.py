@@ -229,8 +229,13 @@ class Checkpoint:
             except (ShadowError, Unrestorable, Unfollowable) as error:
                 problem = error
         if failed := self._peers.find(problem is not None):
+            # One kind on all ranks: some of them alone can neither stop nor go on.
+            lost = self._peers.find(bool(spans) or not isinstance(problem, Unfollowable | None))
             self.close(finished=False)
-            raise problem or Unrestorable(f"the shadows' state can't be used: see the message of rank(s) {failed}")
+            kind = Unrestorable if lost else Unfollowable
+            raise kind(
+                str(problem or f"the job's shadows can't be used: see the message of rank(s) {failed}")
+            ) from problem
         held = self._agree(spans)
         found = self._peers.find(begun is not None)
         if found == self._peers.leaders:

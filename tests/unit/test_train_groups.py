@@ -50,7 +50,11 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sc
         "refused": Scenario(arguments=("REFUSED",)),
         "lost": Scenario((3, None)),
         "apart": Scenario((3, 2)),
+        "unfollowed": Scenario(),
+        "half unfollowed": Scenario((None, 3)),
     }
+    for name in ("unfollowed", "half unfollowed"):
+        runs[name].shadows[0].refusal = "other bits"
     for run in runs.values():
         for shadow, step in zip(run.shadows, run.held, strict=True):
             shadow.committed = step
@@ -102,6 +106,15 @@ def test_states_of_different_steps_are_never_mixed(scenarios: dict[str, Scenario
     run = scenarios[name]
     assert run.statuses == [1] * 4, run.said
     assert all(text in said for said in run.said), run.said
+
+
+def test_what_a_shadow_can_never_follow_is_heard_in_all_groups(scenarios: dict[str, Scenario]) -> None:
+    """All go on without checkpoints, but where another group's shadow holds a state: nobody goes back behind that."""
+    for name, status in (("unfollowed", 0), ("half unfollowed", 1)):
+        run = scenarios[name]
+        assert run.statuses == [status] * 4, run.said
+        assert "can't follow this job: other bits" in run.said[0]
+        assert all("the job's shadows can't be used: see the message of rank(s) [0]" in said for said in run.said[1:])
 
 
 def test_members_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

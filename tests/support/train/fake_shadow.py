@@ -34,7 +34,7 @@ JOB = "job"
 
 class FakeShadow:
     """``seed_always``: asks for a seed after every step. ``last``: lacks this step, asks for a seed and commits that.
-    ``withheld_s``: before it commits.
+    ``withheld_s``: before it commits. ``refusal``: it can never follow, and why.
 
     ``states``: what it restores, by rank (see ``state_of``).
     """
@@ -45,6 +45,7 @@ class FakeShadow:
         self.last: int | None = None
         self.withheld_s = 0.0
         self.silent_seeds = False
+        self.refusal: str | None = None
         self.incarnation = 0
         self.committed: int | None = None
         self.history = 0
@@ -130,6 +131,9 @@ class FakeShadow:
                 return
             if hello.proof != prove(TOKEN, nonce, hello.purpose) or hello.job != JOB:
                 sock.sendall(Refused("wrong job token").encode())
+                return
+            if self.refusal is not None:
+                sock.sendall(Refused(self.refusal, for_good=True).encode())
                 return
             {"begin": self._begin, "records": self._records, "seed": self._seed, "restore": self._restore}[
                 hello.purpose
