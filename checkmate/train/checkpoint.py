@@ -337,6 +337,12 @@ class Checkpoint:
 
     def _load(self, held: Position) -> None:
         packed, boundary = self._fleet.restore(self._incarnation, held)
+        ours = self._peers.part
+        if (part := boundary.get("part", ours)) != ours:
+            raise CheckmateError(
+                f"it is of group {part[0] + 1} of {part[1]} in the order of their first ranks, which is group "
+                f"{ours[0] + 1} of {ours[1]} now: give each group of the topology the place that it had"
+            )
         params, buffers = named_state(self._ddp.module)
         params += self._masters.named
         unpack_state(params, buffers, self._optimizer, *packed)
@@ -502,7 +508,7 @@ class Checkpoint:
             return
         tagged = self._plugin.counters().tagged_bytes
         metrics.note("step", **self._where(), tagged_bytes=tagged)
-        state |= {"ready_order": self._hook.order, "superseded": self._superseded}
+        state |= {"ready_order": self._hook.order, "superseded": self._superseded, "part": self._peers.part}
         self._newest_state = state
         self._links.send(Boundary(self._step, state, self._outside_change()))
         now = time.monotonic()

@@ -24,6 +24,12 @@ class Peers:
         self.attempt = self.gather(secrets.randbits(62))[0]
         self.leaders = sorted(set(self.gather(self.members[0])))
 
+    @property
+    def part(self) -> list[int]:
+        """Which of the job's groups this is, by the numbers of their ranks, and of how many: what a script cuts a model
+        by, whatever the groups are named."""
+        return [self.leaders.index(self.members[0]), len(self.leaders)]
+
     def gather(self, value: int) -> list[int]:
         """One whole number of every rank of the job."""
         values = torch.zeros(self.job, dtype=torch.int64, device=self._device)

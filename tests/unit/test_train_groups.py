@@ -12,6 +12,7 @@ from support.train.fake_shadow import FakeShadow, order
 from support.train.processes import SUPPORT
 
 from checkmate.config import CheckmateError
+from checkmate.protocol import State
 from checkmate.train.settings import Settings
 
 GROUPS = ("0,1", "2,3")
@@ -52,7 +53,10 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sc
         "apart": Scenario((3, 2)),
         "unfollowed": Scenario(),
         "half unfollowed": Scenario((None, 3)),
+        "swapped": Scenario((3, 3)),
     }
+    for shadow, part in zip(runs["swapped"].shadows, (1, 0), strict=True):
+        shadow.states = {rank: (State(3, {}, [], {"part": [part, 2]}), []) for rank in (0, 1)}
     for name in ("unfollowed", "half unfollowed"):
         runs[name].shadows[0].refusal = "other bits"
     for run in runs.values():
@@ -115,6 +119,15 @@ def test_what_a_shadow_can_never_follow_is_heard_in_all_groups(scenarios: dict[s
         assert run.statuses == [status] * 4, run.said
         assert "can't follow this job: other bits" in run.said[0]
         assert all("the job's shadows can't be used: see the message of rank(s) [0]" in said for said in run.said[1:])
+
+
+def test_a_state_of_another_part_of_the_job_is_not_restored(scenarios: dict[str, Scenario]) -> None:
+    """The parts of a layer have equal shapes: nothing else would tell, where a topology swaps their names."""
+    run = scenarios["swapped"]
+    assert run.statuses == [1] * 4, run.said
+    for rank, said in enumerate(run.said):
+        was, now = ((2, 1), (1, 2))[rank // 2]
+        assert f"it is of group {was} of 2 in the order of their first ranks, which is group {now} of 2 now" in said
 
 
 def test_members_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
