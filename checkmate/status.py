@@ -32,7 +32,9 @@ Handler = Callable[[Mapping[str, Any]], Any]
 
 def status_sockets(path: Path, groups: Sequence[str]) -> list[Path]:
     """Where a shadow of these groups that was given this path answers for each: ``shadow.sock``, or of several groups
-    ``shadow.GROUP.sock``."""
+    ``shadow.GROUP.sock``. Raises CheckmateError for a folder."""
+    if path.is_dir():
+        raise CheckmateError(f"status socket {path}: that is a folder; name a socket in it, {path / 'shadow.sock'}")
     return [path] if len(groups) == 1 else [path.with_name(f"{path.stem}.{name}{path.suffix}") for name in groups]
 
 

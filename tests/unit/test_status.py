@@ -84,3 +84,9 @@ def test_a_file_a_folder_and_a_dead_socket_are_named(path: Path, tmp_path: Path)
 def test_a_command_that_it_has_not_is_refused(path: Path, server: StatusServer) -> None:
     with pytest.raises(CheckmateError, match="commands are status"):
         export(path, "state.pt")
+
+
+@pytest.mark.parametrize("folder", ["/", ".", "", "/tmp/"])
+def test_a_folder_is_no_socket(folder: str) -> None:
+    with pytest.raises(CheckmateError, match=r"that is a folder; name a socket in it, .*shadow\.sock"):
+        status_sockets(Path(folder), ["part0", "part1"])
