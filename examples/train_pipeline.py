@@ -38,10 +38,18 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
+def clip(model: nn.Module, max_norm: float, stages: dist.ProcessGroup) -> None:
+    """One norm over all stages decides for each, as if the model were in one piece."""
+    square = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]) ** 2
+    dist.all_reduce(square, group=stages)
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, square.sqrt())
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--stages", type=int, default=2, help="parts of the model")
     parser.add_argument("--microbatches", type=int, default=2, help="parts of a batch")
+    parser.add_argument("--clip", type=float, default=1.0, help="norm to which gradients are clipped")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo")
@@ -90,6 +98,7 @@ def main() -> None:
             optimizer.zero_grad()
             losses: list[Tensor] = []
             schedule.step(*([tokens] if part.is_first else []), target=targets if part.is_last else None, losses=losses)
+            clip(model, args.clip, mesh.get_group("stage"))
             optimizer.step()
             scheduler.step()
             if part.is_last:

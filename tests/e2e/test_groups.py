@@ -36,7 +36,12 @@ class Case:
 
 
 CASES = {
-    "pipeline": Case("train_pipeline.py", interleaved=False, victim=3),
+    "pipeline": Case(
+        "train_pipeline.py",
+        interleaved=False,
+        victim=3,
+        options=("--params=100000", "--bucket-cap-mb=0.1", "--clip=0.1"),  # at each step
+    ),
     "tensor": Case("train_tensor.py", interleaved=True, victim=2, options=("--params=200000", "--bucket-cap-mb=0.1")),
     "hsdp": Case("train_hsdp.py", interleaved=True, victim=3, options=("--params=100000",)),
     "tensor in a host": Case(
