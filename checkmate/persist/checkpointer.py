@@ -114,7 +114,8 @@ class Checkpointer:
         self._resumed: Checkpoint | None = None
         self._undecided: dict[int, int] = {}
         """Saves whose outcome the store did not tell, and their counters: each keeps a slot."""
-        self._closed = False
+        self._closing = self._closed = False
+        """Nothing is saved any more; the file is closed."""
         self.failures = 0
         """Saves that failed."""
         self.waited_s = 0.0
@@ -210,21 +211,22 @@ class Checkpointer:
         return [examine(engine, checkpoint) for checkpoint in engine.list()] if engine else []
 
     def close(self) -> None:
-        """Wait for the saves in flight and close the file. Raises the error of one that failed and was not told yet."""
+        """Wait for the saves in flight and close the file. Raises the error of one that failed and was not told yet.
+
+        TimeoutError: saves are still in flight, and optimizers still wait for them; call it again.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         with self._my_turn():
-            self._closed = True
-            for _, handle in self._optimizers:
+            self._closing = True
+            self._drain()
+            if self._executor:
+                self._executor.shutdown()  # all are done, but the last may not have told its error yet
+            for _, handle in self._optimizers:  # until here, memory that is being copied must not change
                 handle.remove()
-            try:
-                self._drain()
-                if self._executor:
-                    self._executor.shutdown()  # all are done, but the last may not have told its error yet
-            finally:
-                if self._pinned:
-                    self._pinned.close()
-                self._file.close(self._timeout_s)
+            self._unpin()
+            self._file.close(self._timeout_s)
+            self._closed = True
         if self._untold:
             raise self._untold.pop()
 
@@ -242,7 +244,7 @@ class Checkpointer:
     # Saving
 
     def _save(self, state: Any, step: int, number: int, start: float) -> Future[Saved]:
-        if self._closed:
+        if self._closing:
             raise PersistError(Code.CLOSED, f"{self.path} is closed: save before close()")
         packed = pack(state, self._gated())
         run = self._coordinator.run if self._coordinator else ""

@@ -282,6 +282,34 @@ def test_p5_the_last_error_reaches_the_caller_of_close(tmp_path: Path, trainer: 
         checkpointer.save(trainer.state(), 2)
 
 
+def test_a_close_that_timed_out_leaves_the_gate_and_can_be_tried_again(tmp_path: Path) -> None:
+    """Memory that is still being copied must not change, whatever close() said."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    checkpointer = Checkpointer(tmp_path / "c", in_flight=2, timeout_s=PATIENCE_S)
+    checkpointer.save(model.state_dict(), 0).result(PATIENCE_S)
+    checkpointer.attach(optimizer)
+    was = model.weight.detach().clone()
+    engine = held(checkpointer.path)
+    engine.copying.clear()
+    future = checkpointer.save(model.state_dict(), 1)
+    checkpointer._timeout_s = 0.5  # of close() alone
+    with pytest.raises(TimeoutError, match=r"saves were not done within 0\.5 s"):
+        checkpointer.close()
+    with pytest.raises(PersistError, match="is closed"):
+        checkpointer.save(model.state_dict(), 2)
+    model(torch.ones(1, 2)).sum().backward()
+    with blocked(optimizer.step):
+        engine.copying.set()
+    assert not is_same(model.weight.detach(), was)
+    assert future.result(PATIENCE_S).step == 1
+    loaded = checkpointer.load()
+    assert loaded
+    assert is_same(loaded.state["weight"], was)
+    checkpointer.close()
+    assert checkpointer.list() == [], "now it is"
+
+
 def test_a_larger_state_makes_the_file_anew_with_its_newest_checkpoint(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "c", in_flight=1, timeout_s=PATIENCE_S) as checkpointer:
         checkpointer.save({"t": torch.ones(100)}, 1).result(PATIENCE_S)
