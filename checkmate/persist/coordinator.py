@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from checkmate.config import CheckmateError
+from checkmate.persist.file import require_seconds
 
 _COMMIT = "commit"
 _POLL_S = 0.02
@@ -43,10 +44,12 @@ class _SilenceError(AgreementError):
 class Coordinator:
     """One rank's part. All ranks make theirs at the same point, and save and load in the same order.
 
-    ``name`` keeps several checkpointers apart. Raises AgreementError when the others don't come within ``timeout_s``.
+    ``name`` keeps several checkpointers apart. ``timeout_s`` bounds every wait for the others and for the store. Raises
+    AgreementError when the others don't come within it, PersistError when it is no time.
     """
 
     def __init__(self, store: Store, rank: int, world: int, name: str, timeout_s: float) -> None:
+        require_seconds("timeout_s", timeout_s)
         self.rank, self.world = rank, world
         # A call that waits holds up all others on its connection, those of the job, too: ours is another.
         own: Store = store.clone()  # type: ignore[attr-defined]

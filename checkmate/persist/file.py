@@ -42,9 +42,7 @@ class CheckpointFile:
         require_whole("capacity", capacity, 0)
         if memory is not None:
             require_whole("memory", memory, 1)
-        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-            most = f"{threading.TIMEOUT_MAX:.0f}"
-            raise PersistError(errno.EINVAL, f"timeout_s is {timeout_s!r}: it must be more than 0 and at most {most} s")
+        require_seconds("timeout_s", timeout_s)
         _require_name(path)
         self.path = Path(os.path.realpath(path)) if path.is_symlink() else path  # what it points to grows, not the link
         self._in_flight = in_flight
@@ -218,6 +216,13 @@ def require_whole(name: str, value: SupportsIndex, least: int, most: int = (1 <<
         if least <= (number := operator.index(value)) <= most:
             return number
     raise PersistError(errno.EINVAL, f"{name} is {value!r}: it must be a whole number from {least} to {most}")
+
+
+def require_seconds(name: str, value: float) -> None:
+    """Raises PersistError for what is no time to wait for."""
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        most = f"{threading.TIMEOUT_MAX:.0f}"
+        raise PersistError(errno.EINVAL, f"{name} is {value!r}: it must be more than 0 and at most {most} s")
 
 
 def _require_name(path: Path) -> None:

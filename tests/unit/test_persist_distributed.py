@@ -264,6 +264,12 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
         Coordinator(HashStore(), 1, 2, "test", 0.2)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_a_time_out_that_is_none_is_named(timeout_s: float) -> None:
+    with pytest.raises(PersistError, match=f"timeout_s is {timeout_s!r}: it must be more than 0"):
+        Coordinator(HashStore(), 0, 1, "test", timeout_s)
+
+
 def test_the_store_does_not_grow_with_the_run() -> None:
     store = HashStore()
     coordinator = Coordinator(store, 0, 1, "test", PATIENCE_S)
