@@ -112,7 +112,7 @@ def _pointers(receiver: Receiver, ffi: FFI) -> tuple[Any, Any]:
     """The core's feed function and the core, for the yardstick's loop."""
     inner = receiver._ffi
     feed = inner.cast("uintptr_t", inner.addressof(receiver._lib, "ckm_core_feed"))
-    return ffi.cast("void *", int(feed)), ffi.cast("void *", int(inner.cast("uintptr_t", receiver._core)))
+    return ffi.cast("void *", int(feed)), ffi.cast("void *", int(inner.cast("uintptr_t", receiver._shared.core)))
 
 
 def run(payloads: list[int], nbytes: int, repetitions: int) -> list[Result]:

@@ -151,7 +151,7 @@ def rack(ranks: int, mtu: int, placement: Placement | None, sets: int) -> Iterat
         job = Job(services.topology_file, Path())
         nodes = [Node(str(host.netns), host.nics[0].name, host.nics[0].ip) for host in topology.hosts]
         env = job_environment(topology, job, counter.map_path)
-        yield Network(nodes, env | {SHADOWS: topology.controls(topology.groups[0].shadows)}, services)
+        yield Network(nodes, env | {SHADOWS: topology.controls(topology.groups[0])}, services)
 
 
 def _ip(*lines: str, netns: str | None = None) -> None:
