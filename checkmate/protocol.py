@@ -100,11 +100,16 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """From the shadow, before it closes: why. ``for_good``: this job, as it is, can never be followed."""
+    """From the shadow, before it closes: why.
+
+    ``for_good``: this job, as it is, can never be followed; ``holds``: a step of an earlier one that is held then, and
+    that a job which begins anew would give up.
+    """
 
     TYPE: ClassVar[str] = "refused"
     reason: str
     for_good: bool = False
+    holds: int | None = None
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,8 @@ class ControlServer:
             self.counters["refused"] += 1
             who = f"rank {connection.hello.rank} at " if connection.hello else ""
             log.warning("%s%s: refused: %s", who, connection.peer, error)
-            _refuse(connection, Refused(str(error), isinstance(error, _Unfollowable)))
+            for_good = isinstance(error, _Unfollowable)
+            _refuse(connection, Refused(str(error), for_good, self._ack.committed if for_good and self._ack else None))
         except OSError as error:
             if not self._stopping.is_set():
                 self.counters["broken"] += 1

@@ -84,6 +84,8 @@ class Admission:
             try:
                 begun = begin(newest)
             except (ShadowError, Unrestorable) as error:
+                if isinstance(error.__cause__, Unfollowable):  # what it holds was given up when training began
+                    raise error.__cause__ from None
                 log.debug("%s", error)
                 begun, pause = None, min(2 * pause, BACK_OFF_S[1])
                 continue

@@ -46,7 +46,11 @@ class ShadowError(CheckmateError):
 
 
 class Unfollowable(CheckmateError):
-    """The shadow can't follow this job; the text says which, why and what to do."""
+    """The shadow can't follow this job; the text says which, why and what to do. ``holds``: see ``Refused``."""
+
+    def __init__(self, text: str, holds: int | None = None) -> None:
+        super().__init__(text)
+        self.holds = holds
 
 
 class DeadlineSocket(socket.socket):
@@ -153,7 +157,7 @@ class Client:
             with self.connect(purpose, incarnation, call_s) as sock:
                 yield sock
         except Unfollowable as error:
-            raise Unfollowable(f"shadow {self.address} can't follow this job: {error}") from None
+            raise Unfollowable(f"shadow {self.address} can't follow this job: {error}", error.holds) from None
         except (OSError, CheckmateError) as error:
             raise ShadowError(f"rank {self.rank} could not {what} at shadow {self.address}: {error}") from error
 
@@ -176,7 +180,7 @@ def _expect(kind: type[M], message: Message | None) -> M:
     if isinstance(message, kind):
         return message
     if isinstance(message, Refused) and message.for_good:
-        raise Unfollowable(message.reason)
+        raise Unfollowable(message.reason, message.holds)
     if isinstance(message, Refused):
         raise ProtocolError(f"refused: {message.reason}")
     found = "closed the connection" if message is None else f"sent {message.TYPE!r}"

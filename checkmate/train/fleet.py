@@ -39,6 +39,9 @@ class ShadowClient(Protocol):
         """A records connection."""
 
 
+_ANEW = "or, to give up what is held and begin anew, restart all shadows of the job"
+
+
 class Unrestorable(CheckmateError):
     """Shadows hold state, but no step that all of them can be at; the text says which lacks it and what to do."""
 
@@ -75,12 +78,18 @@ class Fleet:
     def begin(self, call_s: float, proposed: int = 0) -> Beginning:
         """Open one incarnation, at least ``proposed``, on all.
 
-        Raises ShadowError when one can't, Unrestorable when others hold state then, Unfollowable.
+        Raises ShadowError when one can't, Unfollowable when one refuses; Unrestorable when state is held then.
         """
         outcomes = self._try_each(lambda client, _: client.begin(proposed, call_s))
-        for outcome in outcomes.values():
-            if isinstance(outcome, Unfollowable):
-                raise outcome
+        if refused := [outcome for outcome in outcomes.values() if isinstance(outcome, Unfollowable)]:
+            held = [outcome.holds for outcome in refused if outcome.holds is not None]
+            held += [one.spans[-1][2] for one in outcomes.values() if isinstance(one, Begun) and one.spans]
+            if held:
+                raise Unrestorable(
+                    f"{refused[0]}; but step {max(held)} of this job is held, and a run that begins anew would give it "
+                    f"up: set right what is refused, {_ANEW}"
+                ) from refused[0]
+            raise refused[0]
         begun = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, Begun)}
         if failed := {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, ShadowError)}:
             first = next(iter(failed.values()))
@@ -223,12 +232,11 @@ def agree(begun: dict[str, Begun], failed: dict[str, ShadowError]) -> Position |
     held = {address: one.spans for address, one in begun.items() if one.spans}
     if not held:
         return None
-    anew = "or, to give up what is held and begin anew, restart all shadows of the job"
     has = "; ".join(f"{address} holds step {spans[-1][2]}" for address, spans in held.items())
     if failed:
         raise Unrestorable(
             f"{has}, but {' and '.join(failed)} can't be reached ({next(iter(failed.values()))}): make it reachable "
-            f"again, {anew}"
+            f"again, {_ANEW}"
         )
     if empty := [address for address in begun if address not in held]:
         raise Unrestorable(

@@ -11,7 +11,7 @@ from checkmate.protocol import Begun
 from checkmate.train import admission
 from checkmate.train.admission import Admission
 from checkmate.train.client import ShadowError, Unfollowable
-from checkmate.train.fleet import Beginning
+from checkmate.train.fleet import Beginning, Unrestorable
 
 
 @dataclass
@@ -47,12 +47,15 @@ def test_an_incarnation_that_opens_after_close_is_not_adopted() -> None:
     assert adopted == []
 
 
-def test_a_shadow_that_can_never_follow_is_given_up_loudly(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("holds", [None, 7])
+def test_a_shadow_that_can_never_follow_is_given_up_loudly(holds: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that holds a step of an earlier run: training began anew without it."""
     attempts: list[int] = []
 
     def begin(proposed: int) -> Beginning:
         attempts.append(proposed)
-        raise Unfollowable("shadow 1.2.3.4:7701 can't follow this job: other bits")
+        refused = Unfollowable("shadow 1.2.3.4:7701 can't follow this job: other bits", holds)
+        raise refused if holds is None else Unrestorable("held") from refused
 
     store: Any = HashStore()
     search = Admission(store, Place(0, [0], 1), begin, lambda *_: None, lambda _: None)

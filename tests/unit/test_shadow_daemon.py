@@ -531,6 +531,13 @@ def test_a_trainer_of_other_arithmetic_is_refused_for_good(job: Job) -> None:
     with pytest.raises(Unfollowable, match="can't follow this job: its optimizer's steps have other bits here: the tr"):
         client.begin(0, 5)
     assert job.status()["incarnation"] == 0 and job.status()["connections"]["refused"] == 1
+    job.begin()
+    job.seed()
+    job.boundaries(0)
+    wait(lambda: job.status()["committed"] == 0, "the seed")
+    with pytest.raises(Unfollowable, match="can't follow this job") as refused:
+        client.begin(0, 5)
+    assert refused.value.holds == 0, "a step that a run which begins anew would give up"
 
 
 def refusal(job: Job, purpose: str, sent: bytes = b"", **hello: Any) -> str:

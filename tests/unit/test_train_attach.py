@@ -27,6 +27,7 @@ from checkmate.protocol import Hello, Layout, StepRecord
 from checkmate.tensors import is_same
 from checkmate.train import checks, registry
 from checkmate.train.client import Unfollowable
+from checkmate.train.fleet import Unrestorable
 
 pytest_plugins = ["support.train.world"]
 
@@ -250,6 +251,20 @@ def test_a_shadow_that_can_never_follow_refuses_attach(direct: DirectShadow, mon
 
     monkeypatch.setattr(DirectClient, "begin", refuse_for_good)
     refuse("^shadow 1.2.3.4:7701 can't follow this job: other bits$", *build())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkmate")]
+
+
+def test_a_refused_job_does_not_begin_anew_over_what_is_held(
+    direct: DirectShadow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a script that knows nothing of Checkmate: it would train from the start, and without checkpoints."""
+
+    def refuse_for_good(*_: object) -> None:
+        raise Unfollowable("shadow 1.2.3.4:7701 can't follow this job: other bits", 7000)
+
+    monkeypatch.setattr(DirectClient, "begin", refuse_for_good)
+    with pytest.raises(Unrestorable, match=r"other bits; but step 7000 of this job is held, .* set right what is refu"):
+        checkmate.attach(*build())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkmate")]
 
 
