@@ -1,9 +1,8 @@
 """Joining shadows that were not there when training started.
 
 The first rank of each group opens an incarnation in the background and publishes its number in the process group's
-store, until all groups have the same. Every rank takes it from there; when all have, a seed is due: a group that is
-alone asks its first rank for one, of several groups the shadows say so to the job's coordinator. Training never waits
-for any of this.
+store, until all groups have the same. Every rank takes it from there; when all have, a seed is due. Training never
+waits for any of this.
 """
 
 import logging
@@ -34,8 +33,8 @@ class Admission:
     """A background search for the shadows, from the start to ``close``.
 
     ``store``: a torch.distributed Store of this object's own. ``begin``: opens an incarnation of at least that number,
-    on each group's first rank only. ``adopt(incarnation, held)`` and ``request_seed(reason)`` are called from the
-    background thread; ``held`` is the newest step that a shadow holds, on a group's first rank only.
+    on each group's first rank only. ``adopt(incarnation, held)`` and, on those, ``request_seed(reason)`` are called
+    from the background thread; ``held`` is the newest step that a shadow holds, on each group's first rank only.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Admission:
                 begun, pause = None, min(2 * pause, BACK_OFF_S[1])
                 continue
             self._store.set(f"{_KEY}/{self._job.number}", str(begun.incarnation))
-        if begun is None or not self._take(begun.newest) or len(self._keys) > 1:
+        if begun is None or not self._take(begun.newest):
             return
         if self._wait_for(lambda: self._store.add(_ADOPTED, 0) >= self._job.job):
             self._request_seed("the shadow joined late")

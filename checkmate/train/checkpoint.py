@@ -301,7 +301,14 @@ class Checkpoint:
         store: Any = dist.distributed_c10d._get_default_store()
         begin = functools.partial(self._fleet.begin, BEGIN_S) if self._peers.rank == 0 else None
         of_job = PrefixStore(f"checkmate/{self._peers.attempt}", store.clone())
-        return Admission(of_job, self._peers, begin, self._adopt, self._seeder.request)
+        return Admission(of_job, self._peers, begin, self._adopt, self._request_seed)
+
+    def _request_seed(self, reason: str) -> None:
+        """From the background; of several groups all are to be at one step."""
+        if len(self._peers.leaders) == 1:
+            self._seeder.request(reason)
+        elif self._coordinator is not None:
+            self._coordinator.order()
 
     def _greeting(self, shard: Shard) -> Sequence[Message]:
         layout = shard.part(self._layout) if self._layout is not None else None

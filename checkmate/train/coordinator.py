@@ -85,6 +85,8 @@ class Orders:
 
     def __init__(self, pace: Pace) -> None:
         self.at: int | None = None
+        self.wanted = False
+        """One is due whatever shadows say."""
         self._newest = -1
         self._pace = pace
         self._lead, self._pause = LEAD_S, ORDER_S[0]
@@ -99,13 +101,15 @@ class Orders:
             self.at = None
         if now < self._not_before or not self.are_due(heard):
             return
+        self.wanted = False
         self.at = self._newest = step + 1 + math.ceil(self._lead / max(seconds, 1e-3))
         self._not_before = now + self._lead + self._pause
         self._lead, self._pause = min(2 * self._lead, ORDER_S[0]), min(2 * self._pause, ORDER_S[1])
 
     def are_due(self, heard: dict[str, Heard]) -> bool:
         """Some shadow needs a seed, and all can be asked."""
-        return any(one.needs_seed for one in heard.values()) and all(one.spans is not None for one in heard.values())
+        needed = self.wanted or any(one.needs_seed for one in heard.values())
+        return needed and all(one.spans is not None for one in heard.values())
 
     def wait_s(self, heard: dict[str, Heard], now: float) -> float | None:
         """Until the next order; None: none is due."""
@@ -137,12 +141,20 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="checkmate-commits", daemon=True)
         self._thread.start()
 
+    def order(self) -> None:
+        """Let all shadows be seeded, once all can be asked: they joined late, and would wait for a seed unasked."""
+        self._orders.wanted = True
+        self._wake()
+
     def close(self, timeout: float) -> None:
         """End the connections and the thread."""
         self._stop.set()
+        self._wake()
+        self._thread.join(timeout)
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_out.send(b"\0")
-        self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
@@ -167,6 +179,8 @@ class Coordinator:
         for key, _ in self._selector.select(self._until_next_due()):
             if isinstance(key.data, _Shadow):
                 self._read(key.data)
+            else:
+                self._wake_in.recv(1)
 
     def _begin_anew(self) -> None:
         """Forget what was heard; shadows tell it again when they are connected."""

@@ -1,5 +1,6 @@
 """Joining shadows late, in the background."""
 
+import queue
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def test_all_ranks_of_all_groups_take_up_one_incarnation() -> None:
     store: Any = HashStore()
     groups = {0: Shadows(3, 8), 2: Shadows(11, 9)}
     adopted: dict[int, tuple[int, int | None]] = {}
-    asked: list[str] = []
+    asked: queue.Queue[str] = queue.Queue()
     done = threading.Semaphore(0)
     searches = []
     for number in range(4):
@@ -94,10 +95,11 @@ def test_all_ranks_of_all_groups_take_up_one_incarnation() -> None:
             done.release()
 
         begin = groups[number].begin if number in groups else None
-        searches.append(Admission(store, Place(number, [0, 2], 4), begin, adopt, asked.append))
+        searches.append(Admission(store, Place(number, [0, 2], 4), begin, adopt, asked.put))
     assert all(done.acquire(timeout=30) for _ in range(4))
+    reasons = [asked.get(timeout=30) for _ in groups]
     for search in searches:
         search.close(30)
     assert adopted == {0: (12, 8), 1: (12, None), 2: (12, 9), 3: (12, None)}
     assert [shadows.incarnation for shadows in groups.values()] == [12, 12]
-    assert asked == [], "of several groups the shadows say so to the coordinator, so that all are seeded at one step"
+    assert reasons == ["the shadow joined late"] * 2 and asked.empty(), "on each group's first rank"

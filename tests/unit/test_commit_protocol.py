@@ -494,6 +494,20 @@ def test_all_are_seeded_at_one_step_to_come() -> None:
     assert orders.wait_s(heard, 60.0) is None
 
 
+def test_late_shadows_are_seeded_as_soon_as_all_can_be_asked() -> None:
+    """They would wait for a seed that nobody sends unasked."""
+    orders = Orders(lambda: (100, 0.1))
+    heard = {"a": Heard([], 1), "b": Heard()}
+    orders.wanted = True
+    orders.update(heard, None, 50.0)
+    assert orders.at is None, "one can't be asked yet"
+    heard["b"].spans = []
+    orders.update(heard, None, 50.1)
+    assert orders.at == 106
+    orders.update(heard, None, 60.0)
+    assert orders.at == 106 and orders.wait_s(heard, 60.0) is None, "once"
+
+
 def test_repeated_starts_that_never_settle_leave_room() -> None:
     shadow = followed()
     for incarnation in range(2, 9):
