@@ -186,7 +186,9 @@ def shadow(
     topology: TopologyFile,
     name: Annotated[str, typer.Option(help="Which shadow of the topology this is.")],
     socket: Socket,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the optimizer; default: cores - 1.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of the optimizers, of all groups; default: cores - 1.")
+    ] = None,
     sets: Annotated[int, typer.Option(min=2, help="Iterations whose gradients are held at most.")] = 32,
     gradient_gb: Annotated[
         float | None, typer.Option(min=0.01, help="Bound of held gradients in GB; default: a quarter of the memory.")

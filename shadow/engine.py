@@ -516,7 +516,9 @@ class Engine:
         return self._committed.replica.step if self._committed else None
 
     def _ask_again(self) -> None:
-        self._asked = 0.0
+        if self._asked:  # that request may not have been heard: it is made once more, and counted once
+            self._asked = 0.0
+            self._ask_pause /= 2
         if self._ordered != self._passed:
             self._pass_order()
 

@@ -147,7 +147,8 @@ def test_a_killed_shadow_is_replaced_in_mid_run(nodes: Rack, reference: Run, job
     assert_serves_what_was(nodes, reference)
     soon(lambda: complete(nodes), "the group to be complete")
     assert_unharmed(run, reference)
-    assert nodes.status()["commits"] > nodes.status()["seeds"]["adopted"] >= 1
+    status = nodes.status()
+    assert status["commits"] > status["seeds"]["adopted"] >= 1, f"{status}\n{run.output()}"
 
 
 def test_a_stopped_shadow_catches_up(nodes: Rack, reference: Run, job: Callable[..., Run]) -> None:

@@ -525,6 +525,19 @@ def test_strangers_are_refused_and_logged(
     assert job.status()["incarnation"] == 1
 
 
+def test_rank_0_that_connects_anew_is_asked_again_and_no_later(tmp_path: Path) -> None:
+    """Pauses grow while seeds don't help; those were not even sent."""
+    slow = dataclasses.replace(QUICK, ask_s=(30.0, 300.0))
+    with Shadow(config(tmp_path, tuning=slow), make_receiver=FakeReceiver) as shadow:
+        job = Job(shadow, FakeReceiver(), Trainer())
+        job.incarnation = 3  # of a job that began without this shadow
+        for _ in range(4):
+            job.connect()
+            wait(job.ranks[0].requests, "request for a seed")
+        wait(lambda: shadow._engine._ask_pause == 30.0, "the first pause")
+        job.kill()
+
+
 def test_a_trainer_of_other_arithmetic_is_refused_for_good(job: Job) -> None:
     theirs = {"of": "another torch", "cases": [["SGD", {"lr": 0.1}, "float32"]], "digest": 1}
     client = dataclasses.replace(job.client(), arithmetic=theirs)
