@@ -252,7 +252,9 @@ def test_lost_copies_are_noticed_named_and_healed(
     assert re.search(r"bytes? \d+", gap["reason"]), gap
     soon(lambda: nodes.status()["committed"] >= gap["iteration"], "the shadow to commit again")
     assert_serves_what_was(nodes, reference)
-    assert f"damage in iteration {gap['iteration']}" in nodes.lab.log_tail("shadow.log", 100)
+    # Lost bytes between two operations don't tell which iteration they are of.
+    named = rf"damage in iteration (None|{gap['iteration']}):"
+    assert re.search(named, nodes.lab.log_tail("shadow.log", 100)), gap
     assert_unharmed(run, reference)
     status = nodes.status()
     assert status["seeds"]["adopted"] >= 2 and status["seeds"]["mismatches"] == 0
