@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed.checkpoint as dcp
-from common import add_kinds_option, count, folder
+from common import add_kinds_option, add_storage_option, count
 from torch.optim import Optimizer
 
 from checkmate.persist import Checkpointer
@@ -368,7 +368,7 @@ def add_saver_options(parser: argparse.ArgumentParser, *, leave_out: str = "") -
     """``--kinds``, ``--in-flight`` and ``--storage``."""
     add_kinds_option(parser, tuple(name for name in SAVERS if name != leave_out))
     parser.add_argument("--in-flight", type=count, default=2, help="N of PCcheck")
-    parser.add_argument("--storage", type=folder, default=".", help="folder on the file system to write to")
+    add_storage_option(parser)
 
 
 def drop_cache(folder: Path) -> None:

@@ -99,6 +99,11 @@ def folder(text: str) -> str:
     return text
 
 
+def add_storage_option(parser: argparse.ArgumentParser) -> None:
+    """``--storage``."""
+    parser.add_argument("--storage", type=folder, default=".", help="folder on the file system to write to")
+
+
 def add_output_options(parser: argparse.ArgumentParser, plot: bool = True) -> None:
     """``--json`` and ``--plot``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

@@ -15,7 +15,18 @@ from pathlib import Path
 
 import torch
 from baselines import PCcheck
-from common import MIB, Spread, add_output_options, console, count, draw, folder, print_json, progress, turns
+from common import (
+    MIB,
+    Spread,
+    add_output_options,
+    add_storage_option,
+    console,
+    count,
+    draw,
+    print_json,
+    progress,
+    turns,
+)
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +135,7 @@ def main() -> None:
     parser.add_argument("--mib", type=count, default=64, help="size of a checkpoint")
     parser.add_argument("--saves", type=count, default=8, help="checkpoints in a repetition")
     parser.add_argument("--repetitions", type=count, default=3)
-    parser.add_argument("--storage", type=folder, default=".", help="folder on the file system to write to")
+    add_storage_option(parser)
     add_output_options(parser)
     arguments = parser.parse_args()
     options = Options(arguments.mib, arguments.saves, arguments.repetitions, arguments.storage)

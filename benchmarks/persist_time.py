@@ -23,11 +23,11 @@ from common import (
     Spread,
     add_kinds_option,
     add_output_options,
+    add_storage_option,
     console,
     count,
     counts,
     draw,
-    folder,
     print_json,
     progress,
     turns,
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=counts, default=(16, 64, 256), help="MiB, with commas")
     parser.add_argument("--repetitions", type=count, default=5)
-    parser.add_argument("--storage", type=folder, default=".", help="folder on the file system to write to")
+    add_storage_option(parser)
     add_kinds_option(parser, tuple(name for name in SAVERS if name != NoSaver.name))
     add_output_options(parser)
     arguments = parser.parse_args()

@@ -202,7 +202,7 @@ def _check_told_apart(groups: list[tuple[str, Group]]) -> Iterator[str]:
 
 
 def _check_followed(topology: "Topology") -> Iterator[str]:
-    """A shadow tells its groups apart by numbers made of their names, and has a control port for each."""
+    """A shadow tells its groups apart by numbers made of their names."""
     for path, shadow in _at("shadows", topology.shadows):
         numbers: dict[int, str] = {}
         followed = [group.name for group in topology.followed(shadow) if group.name]
